@@ -1,4 +1,4 @@
-"""Fine-tuning of models from a folder in Hugging Face's format; docs/fine_tuning.md is the guide.
+"""Fine-tunes a model from a folder in Hugging Face's format; docs/fine_tuning.md is the guide.
 
     spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode preview
     spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode train --job_log_dir runs/a
@@ -38,17 +38,17 @@ class FullKto(PreferenceTuning):
 
 @register
 class FullDistill(DistillationTuning):
-  """All weights of a model, trained on a teacher's: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+  """All weights of a model, distilled from a teacher: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
 
 @register
 class FullReward(ScoreTuning):
-  """A reward model of a folder, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
+  """A reward model, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
 
 
 @register
 class FullClassifier(ScoreTuning):
-  """A classifier of texts: --set model=FOLDER --set data=FILE --set num_labels=3; numbers by score_loss=regression."""
+  """A text classifier: --set model=FOLDER --set data=FILE --set num_labels=3 (or --set score_loss=regression)."""
 
   score_loss = 'classification'
   num_labels = 2
@@ -56,7 +56,7 @@ class FullClassifier(ScoreTuning):
 
 @register
 class FullEmbedding(ScoreTuning):
-  """A model whose vectors of texts are compared, trained on pairs: --set model=FOLDER --set data=FILE."""
+  """An embedding model, trained on pairs of texts: --set model=FOLDER --set data=FILE."""
 
   score_loss = 'contrastive'
   num_labels = 0
@@ -92,7 +92,7 @@ class LoraKto(LoraDpo):
 
 @register
 class LoraDistill(LowRankTuning, DistillationTuning):
-  """Low-rank adapters, trained on a teacher: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+  """Low-rank adapters, distilled from a teacher: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
 
 @register

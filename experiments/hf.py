@@ -1,4 +1,4 @@
-"""Models from a folder in Hugging Face's format: config.json, safetensors, tokenizer.json.
+"""Trains and serves models from a folder in Hugging Face's format: config.json, safetensors, tokenizer.json.
 
     spmd-tasks --exp hf.Model --set model=models/llama --mode train --job_log_dir runs/tuned
     spmd-tasks --exp hf.Model --set model=models/llama --mode serve --job_log_dir runs/served
@@ -7,7 +7,7 @@
 
     spmd-tasks --exp hf.Model --set model=models/flan-t5 --set pairs=pairs.jsonl --mode train --job_log_dir runs/t5
 
-Training starts from the folder's weights; eval, decode and serve use them as long as the job has no checkpoint.
+Training starts from the folder's weights; eval, decode and serve use them until the job has a checkpoint.
 """
 
 from spmd_tasks import register
@@ -17,16 +17,16 @@ from spmd_tasks.tuning import FolderScorer, PairTuning
 
 @register
 class Model(PairTuning):
-  """The model of a folder in Hugging Face's format: --set model=FOLDER."""
+  """A model from a folder in Hugging Face's format: --set model=FOLDER."""
 
   num_nextn_predict_layers = None
 
 
 @register
 class Scorer(FolderScorer):
-  """The model of a folder that scores or embeds texts, to serve as it is: --set model=FOLDER."""
+  """A model that scores or embeds texts, to serve unchanged: --set model=FOLDER."""
 
 
 @register
 class PipelinedModel(PipelinedPretrainedModel):
-  """hf.Model over the stages of a pipeline: --set model=FOLDER --ici_mesh_shape 1,2,1,4."""
+  """hf.Model, pipelined over stages: --set model=FOLDER --ici_mesh_shape 1,2,1,4."""

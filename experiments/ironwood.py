@@ -1,4 +1,4 @@
-"""Models on Ironwood (tpu7x) as others trained them and published step times: their chips, batch, length and remat.
+"""Models on Ironwood (tpu7x) with published step times, with the same chips, batch, length and remat.
 
     spmd-tasks --exp ironwood.Llama70B --mode plan
 
@@ -19,7 +19,7 @@ from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context
 
 @register
 class Llama70B(lm.Llama70B):
-  """lm.Llama70B on 64 Ironwood chips, each two devices; mesh data 128."""
+  """lm.Llama70B on 64 Ironwood chips of two devices each; mesh data 128."""
 
   target = 'tpu7x:4x4x4'
   ici_mesh_shape = (1, 128, 1)
@@ -33,7 +33,7 @@ class Llama70B(lm.Llama70B):
 
 @register
 class Llama405B(Llama70B):
-  """Llama 3's 405B parameters on 256 Ironwood chips, layers' inputs in the hosts' memory; mesh data 512."""
+  """Llama 3's 405B parameters on 256 Ironwood chips, layer inputs offloaded to the hosts; mesh data 512."""
 
   target = 'tpu7x:4x8x8'
   ici_mesh_shape = (1, 512, 1)
@@ -47,12 +47,12 @@ class Llama405B(Llama70B):
   learning_rate = 8e-5
 
   def tpu_options(self) -> Mapping[str, str]:
-    return {'xla_tpu_enable_offloading_copy_to_sparsecore': 'false'}  # else steps wait for the copies to the hosts
+    return {'xla_tpu_enable_offloading_copy_to_sparsecore': 'false'}  # otherwise steps wait for the copies to the hosts
 
 
 @register
 class LongLlama70B(lm.Llama70B):
-  """lm.Llama70B on sequences of 131,072, each over 8 of 512 devices: 256 Ironwood chips; mesh data 64 x context 8."""
+  """lm.Llama70B on sequences of 131,072, sharded over 8 devices; 256 Ironwood chips, mesh data 64 x context 8."""
 
   target = 'tpu7x:4x8x8'
   mesh_axis_names = ('replica', 'data', 'context', 'mdl')
@@ -140,13 +140,13 @@ class GptOss120B(moe.Mixtral8x7B):
 
 @register
 class DeepSeekV3(moe.DeepSeekV3Like):
-  """moe.DeepSeekV3Like on 256 Ironwood chips: a layer's experts come to the tokens; mesh data 2 x expert 256."""
+  """moe.DeepSeekV3Like on 256 Ironwood chips, gathering each layer's experts; mesh data 2 x expert 256."""
 
-  # Each device has half of one expert. Split over all devices, D would be 14, no whole tiles: each gather would copy.
+  # Each device has half of an expert. Sharded over all devices, D would be 14, less than a tile: gathers would copy.
   mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=256, base_rules=moe.EMBED_OVER_BOTH_AXES)
   target = 'tpu7x:4x8x8'
   batch_size = 4096
-  remat_policy = 'full_half_offloaded'  # a step waits 0.6 s longer where all goes to the hosts
+  remat_policy = 'full_half_offloaded'  # offloading everything would make a step 0.6 s longer
   num_logit_chunks = 4
 
   def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:

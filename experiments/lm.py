@@ -1,4 +1,4 @@
-"""Dense language models.
+"""Trains dense language models.
 
     scripts/quickstart
     spmd-tasks --exp lm.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/tiny
@@ -29,7 +29,7 @@ class StdlibTiny(DenseLanguageModel):
 
 @register
 class MixtureTiny(StdlibTiny):
-  """lm.StdlibTiny with made-up tokens in 20% of the rows, after step 200 in 5%."""
+  """lm.StdlibTiny with synthetic tokens in 20% of the rows, and in 5% after step 200."""
 
   def train_input(self) -> fdl.Config:
     return fdl.Config(
@@ -56,7 +56,7 @@ class MixtureTiny(StdlibTiny):
 
 @register
 class MuonTiny(StdlibTiny):
-  """lm.StdlibTiny with Muon: 1.32 nats per byte after 300 steps in place of 1.45."""
+  """lm.StdlibTiny with Muon: 1.32 nats per byte after 300 steps instead of 1.45."""
 
   learning_rate = 1e-2
 
@@ -184,7 +184,7 @@ class Llama8BOnV6e(Llama8B):
   scatters_gradients = True
 
   def ffn(self) -> fdl.Config[GatedFeedForward]:
-    return _split_as_gradients_lie(super().ffn())
+    return _shard_down_over_ffn_dim(super().ffn())
 
 
 @register
@@ -204,7 +204,7 @@ class Llama70B(Llama8B):
   learning_rate = 1.5e-4
 
   def tpu_options(self) -> Mapping[str, str]:
-    # Else a copy to the host has only part of a layer's time, and products compute activations once for each tile.
+    # Otherwise copies to the host overlap with only a part of a layer, and matmuls recompute activations per tile.
     return {'xla_tpu_pipeline_memory_host_transfers': 'false', 'xla_jf_conv_input_fusion': 'false'}
 
 
@@ -223,11 +223,11 @@ class Llama70BOnV6e(Llama70B):
     return {}
 
   def ffn(self) -> fdl.Config[GatedFeedForward]:
-    return _split_as_gradients_lie(super().ffn())
+    return _shard_down_over_ffn_dim(super().ffn())
 
 
-def _split_as_gradients_lie(ffn: fdl.Config[GatedFeedForward]) -> fdl.Config[GatedFeedForward]:
-  """Splits the kernel `down` [F, D] over F, by which TPUs lay out its gradient; to cut D they copy it first."""
+def _shard_down_over_ffn_dim(ffn: fdl.Config[GatedFeedForward]) -> fdl.Config[GatedFeedForward]:
+  """Shards the kernel `down` [F, D] over F, the major dim of its gradient on TPUs; sharding D would need a copy."""
   return fdl.copy_with(ffn, down_split_dims=('embed', None))
 
 
@@ -252,7 +252,7 @@ class Llama8BOnH200(Llama8B):
 
 @register
 class LongLlama8BOnH200(LongLlama8B):
-  """lm.LongLlama8B on 8 H200, a sequence over all of them; mesh context 8."""
+  """lm.LongLlama8B on 8 H200, each sequence sharded over all of them; mesh context 8."""
 
   target = 'h200:8'
   ici_mesh_shape = (1, 1, 8, 1)
@@ -288,7 +288,7 @@ class Llama70BOnH200(Llama70B):
 
 
 def _adafactor_for(adam: fdl.Config) -> fdl.Config:
-  """Replaces Adam's two moments a weight by factored second moments, whose size is next to nothing."""
+  """Replaces Adam's two moments per weight by Adafactor's factored second moments, which need little memory."""
   return fdl.Config(
     learning.Adafactor,
     learning_rate=adam.learning_rate,

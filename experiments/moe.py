@@ -1,4 +1,4 @@
-"""Mixture-of-experts language models.
+"""Trains mixture-of-experts language models.
 
     spmd-tasks --exp moe.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/moe
 
@@ -64,8 +64,8 @@ class UnevenExperts(MoeLanguageModel):
 class Mixtral8x7B(MoeLanguageModel):
   """47B parameters, 13B active per token (Jiang et al., 2024); mesh replica 2 x data 128 (256 chips)."""
 
-  # A layer's experts, 2.8 GB in bfloat16, are gathered from 128 chips; tokens stay where they are. (Of all chips of a
-  # slice, the TPU compiler gathers by an all-reduce, which takes twice as long.)
+  # Each layer's experts, 2.8 GB in bfloat16, are gathered from 128 chips, and tokens are not sent. (To gather from all
+  # chips of a slice, the TPU compiler uses an all-reduce, which takes twice as long.)
   mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=1, num_replicas=2)
   target: str = 'v5p:8x8x4'  # of --mode plan
   vocab_size = 32_000
@@ -125,7 +125,7 @@ class Mixtral8x7BOnH200(Mixtral8x7B):
 
 @register
 class Mixtral8x7BOnV6e(Mixtral8x7B):
-  """moe.Mixtral8x7B with capacities on 256 v6e chips, attention in the hosts' memory; mesh replica 2 x data 128."""
+  """moe.Mixtral8x7B with capacities on 256 v6e chips, attention offloaded to the hosts; mesh replica 2 x data 128."""
 
   target = 'v6e:16x16'
   batch_size = 3072
@@ -183,7 +183,7 @@ class Qwen3Moe30BOnH200(Qwen3Moe30B):
   batch_size = 16
 
 
-# Weights beside the experts are split over both axes.
+# Weights other than experts are sharded over both axes.
 EMBED_OVER_BOTH_AXES = (('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed'))
 
 
@@ -254,5 +254,5 @@ class DeepSeekV3LikeOnH200(DeepSeekV3Like):
 
 
 def _untied(embedding: fdl.Config[TokenEmbedding]) -> fdl.Config[TokenEmbedding]:
-  """Gives the logits a kernel of their own."""
+  """Gives the logits their own kernel."""
   return fdl.copy_with(embedding, tied=False, scale_sqrt_depth=False)

@@ -1,4 +1,4 @@
-"""Experiments on made-up tokens, for tests and benchmarks: no file is read; the seed decides everything.
+"""Trains on synthetic tokens, for tests and benchmarks: experiments read no files and depend only on the seed.
 
 spmd-tasks --exp synthetic.Tiny --mode train --job_log_dir runs/synthetic --num_train_steps 20
 """
@@ -9,7 +9,7 @@ from spmd_tasks.recipes import SyntheticLanguageModel
 
 @register
 class Tiny(SyntheticLanguageModel):
-  """A model of width 32 on one device: the smallest job that does everything."""
+  """A model of width 32 on one device: the smallest complete job."""
 
   vocab_size = 64
   model_dims = 32
@@ -26,7 +26,7 @@ class Tiny(SyntheticLanguageModel):
 
 @register
 class Uneven(Tiny):
-  """Width 30, 3 heads, 90 hidden, vocabulary 257 on data 2 x mdl 4: every matrix is padded."""
+  """Width 30, 3 heads, 90 hidden dims, vocabulary 257 on mesh data 2 x mdl 4: every matrix is padded."""
 
   ici_mesh_shape = (1, 2, 4)
   vocab_size = 257

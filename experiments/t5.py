@@ -1,11 +1,11 @@
-"""T5 and its kin: encoder-decoders with relative position biases, and decoder-only models with the same layers.
+"""Trains T5 models: encoder-decoders with relative position biases, and decoder-only models with the same layers.
 
     spmd-tasks --exp t5.V11Tiny --mode train --num_fake_devices 8 --job_log_dir runs/t5
     spmd-tasks --exp t5.V11Tiny --mode decode_once --num_fake_devices 8 --job_log_dir runs/t5 --decode_input in.jsonl
 
-A kind (V10, V11, MT5, UMT5, ByT5) and a size together make a model: `class MT5Small(Small, MT5)`. Flan-T5 and the
-LM-adapted T5 have the layers of V11, Flan-UL2's too; their checkpoints differ. All train on made-up pairs of texts
-here: override `train_input` for your own.
+Combine a family (V10, V11, MT5, UMT5, ByT5) and a size: `class MT5Small(Small, MT5)`. Flan-T5, Flan-UL2 and the
+LM-adapted T5 have the layers of V11; only their checkpoints differ. All train on synthetic pairs of texts here:
+override `train_input` for your own.
 """
 
 import fiddle as fdl
@@ -19,7 +19,7 @@ from spmd_tasks.sharding import DataExpertModelMesh
 
 
 class V10(EncoderDecoderLanguageModel):
-  """T5 1.0: ReLU, and logits of the embedding (Raffel et al., 2020)."""
+  """T5 1.0: ReLU, and tied embeddings (Raffel et al., 2020)."""
 
   vocab_size = 32_128
   activation = 'relu'
@@ -28,7 +28,7 @@ class V10(EncoderDecoderLanguageModel):
 
 
 class V11(EncoderDecoderLanguageModel):
-  """T5 1.1, LM-adapted T5 and Flan-T5: gated GELU, and logits of their own."""
+  """T5 1.1, LM-adapted T5 and Flan-T5: gated GELU, and untied embeddings."""
 
   vocab_size = 32_128
 
@@ -47,13 +47,13 @@ class UMT5(V11):
 
 
 class ByT5(V11):
-  """ByT5 (Xue et al., 2022): bytes, and an encoder three times as deep as the decoder."""
+  """ByT5 (Xue et al., 2022): bytes as tokens, and an encoder three times as deep as the decoder."""
 
   vocab_size = 384
 
 
 class _Pretraining(EncoderDecoderLanguageModel):
-  """512 tokens in, 114 out, as T5X pretrains on spans; mesh data 8."""
+  """512 input and 114 target tokens, as in T5X's pretraining on spans; mesh data 8."""
 
   ici_mesh_shape = (1, 8, 1)
   dtype = 'bfloat16'
@@ -125,13 +125,13 @@ class UMT5Base(Base, UMT5):
 
 @register
 class ByT5Base(Base, ByT5):
-  """ByT5 Base, 582M parameters; the other sizes have other dims too."""
+  """ByT5 Base, 582M parameters; other sizes have other dims as well."""
 
   model_dims, num_layers, num_encoder_layers, hidden_dims = 1536, 6, 18, 3968
 
 
 class _Tiny(EncoderDecoderLanguageModel):
-  """Trains in seconds; mesh data 4 x mdl 2. Heads, hidden dims and vocabulary do not divide by it."""
+  """Trains in seconds; mesh data 4 x mdl 2, which does not divide heads, hidden dims and vocabulary."""
 
   ici_mesh_shape = (1, 4, 2)
   model_dims, num_layers, num_encoder_layers, num_heads, head_dim, hidden_dims = 32, 2, 2, 3, 8, 45
@@ -149,7 +149,7 @@ class _Tiny(EncoderDecoderLanguageModel):
 
 @register
 class V10Tiny(_Tiny, V10):
-  """T5 1.0 in small, with label smoothing and a loss that is a sum over tokens, as T5X has it by default."""
+  """A tiny T5 1.0 with T5X's defaults: label smoothing, and a loss summed over tokens."""
 
   label_smoothing = 0.1
   normalization = 'sum'
@@ -157,19 +157,19 @@ class V10Tiny(_Tiny, V10):
 
 @register
 class V11Tiny(_Tiny, V11):
-  """T5 1.1 in small, with dropout."""
+  """A tiny T5 1.1, with dropout."""
 
   dropout_rate = 0.1
 
 
 @register
 class UMT5Tiny(_Tiny, UMT5):
-  """UMT5 in small."""
+  """A tiny UMT5."""
 
 
 @register
 class PrefixTiny(_Tiny):
-  """A prefix language model in small: one stack, which sees the first text in both directions."""
+  """A tiny prefix language model: one stack, with bidirectional attention in the first text."""
 
   num_encoder_layers = 0
   seq_len = 25
@@ -177,7 +177,7 @@ class PrefixTiny(_Tiny):
 
 @register
 class DecoderTiny(_Tiny):
-  """A decoder-only model with T5's layers in small."""
+  """A tiny decoder-only model with T5's layers."""
 
   num_encoder_layers = 0
   activation = 'relu'
@@ -200,7 +200,7 @@ class _TinyExperts(_Tiny, MoeEncoderDecoderLanguageModel):
 
 @register
 class SwitchTiny(_TinyExperts):
-  """Switch in small: top-1 (Fedus et al., 2022)."""
+  """A tiny Switch Transformer: top-1 (Fedus et al., 2022)."""
 
   activation = 'relu'
   is_gated = False
@@ -208,7 +208,7 @@ class SwitchTiny(_TinyExperts):
 
 @register
 class StMoeTiny(_TinyExperts):
-  """ST-MoE in small: top-2, in the encoder by priority, a dense sublayer behind each mixture (Zoph et al., 2022)."""
+  """A tiny ST-MoE: top-2, batch-prioritized in the encoder, a dense layer after each mixture (Zoph et al., 2022)."""
 
   num_selected_experts = 2
   has_extra_ffn = True
@@ -217,7 +217,7 @@ class StMoeTiny(_TinyExperts):
 
 @register
 class ExpertChoiceTiny(_TinyExperts):
-  """Experts choose in the encoder (Zhou et al., 2022), tokens in the decoder, which must not look ahead; in small."""
+  """Tiny: expert choice in the encoder (Zhou et al., 2022), token choice in the decoder, which must be causal."""
 
   def router(self, *, encodes: bool) -> fdl.Config:
     if not encodes:

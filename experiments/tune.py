@@ -1,4 +1,4 @@
-"""Learning from rewards (GRPO and its relatives), or from a teacher of samples; docs/rewards.md is the guide.
+"""Trains on rewards (GRPO and its relatives), or distills a teacher on own samples; docs/rewards.md is the guide.
 
     spmd-tasks --exp tune.Grpo --set model=models/llama --set data=prompts.jsonl --set reward=my_lab.rewards:score \
       --mode train --job_log_dir runs/grpo
@@ -26,11 +26,11 @@ class LoraGrpo(RewardTuning, LowRankTuning):
 
 @register
 class Distill(SampledDistillation, PretrainedLanguageModel):
-  """All weights, taught by a larger model on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+  """All weights, distilled on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
 
 @register
 class LoraDistill(SampledDistillation, LowRankTuning):
-  """Low-rank adapters, taught on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+  """Low-rank adapters, distilled on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
   learning_rate = 1e-5

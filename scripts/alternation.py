@@ -1,4 +1,4 @@
-"""Alternation: programs that are timed in turn, so that whatever else runs on the machine meets all of them alike.
+"""Times programs in turn, so that other load on the machine affects all of them equally.
 
 Usage:
 
@@ -19,14 +19,14 @@ import jax
 
 
 class Times(NamedTuple):
-  """Seconds of each round, on the clock and on all cores together. The second hardly minds a busy machine."""
+  """Wall-clock and CPU seconds of each round; CPU time hardly depends on other load."""
 
   wall: list[float]
   cpu: list[float]
 
 
 def alternate(programs: Mapping[str, Callable[[], Any]], num_rounds: int, num_warmup: int = 2) -> dict[str, Times]:
-  """Runs every program once in each round, every second round in reverse; warm-up rounds are not counted."""
+  """Runs every program once per round, every second round in reverse order; drops the warm-up rounds."""
   times = {name: Times([], []) for name in programs}
   for i in range(num_warmup + num_rounds):
     for name in list(programs)[:: -1 if i % 2 else 1]:
@@ -39,12 +39,12 @@ def alternate(programs: Mapping[str, Callable[[], Any]], num_rounds: int, num_wa
 
 
 def ratio(times: Mapping[str, Times], name: str, base: str, clock: str = 'wall') -> float:
-  """The ratio of the medians."""
+  """Returns the ratio of the medians."""
   return median(getattr(times[name], clock)) / median(getattr(times[base], clock))
 
 
 def paired_ratio(times: Mapping[str, Times], name: str, base: str, clock: str = 'wall') -> float:
-  """The median of the rounds' ratios, which a load that changes between rounds does not move."""
+  """Returns the median of the rounds' ratios, which does not depend on load that changes between rounds."""
   return median(a / b for a, b in zip(getattr(times[name], clock), getattr(times[base], clock), strict=True))
 
 
@@ -57,5 +57,5 @@ def _rounded(value: Any) -> Any:
 
 
 def print_result(**result: Any) -> None:
-  """One JSON object as the last line, numbers to five digits."""
+  """Prints one JSON object as the last line, with numbers rounded to five digits."""
   print(json.dumps(_rounded(result)), flush=True)

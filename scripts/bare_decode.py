@@ -1,9 +1,9 @@
-"""The greedy decode step of a dense language model, written by hand for one model with plain jax.jit.
+"""A greedy decode step of a dense language model, handwritten with plain jax.jit.
 
-bench_serve.py compares the engine's step with this one. The module uses nothing of spmd_tasks. Every slot is in use and
-gets the likeliest next token: there is no other sampling, no list of likeliest tokens, no end of a sequence. The step
-takes the weights of lm.DenseLanguageModel. In the caches, heads come before positions, because the products over
-positions need that order; the order in which a model's layers compute would be transposed at each step.
+bench_serve.py compares the engine's step with this one, which uses nothing of spmd_tasks except the weights of
+lm.DenseLanguageModel. Every slot is in use and gets the most likely next token, without other sampling, top
+log-probabilities or ends of sequences. In the caches, heads come before positions, as the matmuls over positions need
+that order; otherwise every step would transpose the caches.
 
 Shapes: N slots, S positions, D model, H heads, K head dim, F ffn, V vocab, L layers.
 """
@@ -20,7 +20,7 @@ State = dict[str, jax.Array]
 
 
 def init_state(weights: Any, num_slots: int, max_len: int) -> State:
-  """Makes empty caches (keys and values [L, N, H, S, K]), tokens and positions (int32 [N])."""
+  """Returns empty caches (keys and values [L, N, H, S, K]), tokens and positions (int32 [N])."""
   num_layers, _, num_heads, head_dim = weights['stack']['layers']['attention']['key']['kernel'].shape
   cache = jnp.zeros((num_layers, num_slots, num_heads, max_len, head_dim), jnp.float32)
   zeros = jnp.zeros(num_slots, jnp.int32)
@@ -28,7 +28,7 @@ def init_state(weights: Any, num_slots: int, max_len: int) -> State:
 
 
 def make_step() -> Callable[[Any, State], tuple[State, tuple[jax.Array, jax.Array]]]:
-  """Makes (weights, state) -> (state, (next tokens [N], their log-probabilities [N])), which donates the state."""
+  """Returns (weights, state) -> (state, (next tokens [N], their log-probabilities [N])), which donates the state."""
 
   def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
     table, layers = weights['embedding']['table'], weights['stack']['layers']
@@ -38,8 +38,8 @@ def make_step() -> Callable[[Any, State], tuple[State, tuple[jax.Array, jax.Arra
     sin, cos = jnp.sin(angles), jnp.cos(angles)  # [N, 1, K/2]
     is_before = (jnp.arange(state['keys'].shape[3])[None, :] < positions[:, None])[:, None]  # [N, 1, S]
 
-    def layer(x: jax.Array, of_layer: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-      w, keys, values = of_layer
+    def layer(x: jax.Array, weights_and_caches: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+      w, keys, values = weights_and_caches
       normed = rms_norm(x, w['attention_norm']['scale'])
       query, key, value = (
         jnp.einsum('ND,DHK->NHK', normed, w['attention'][name]['kernel']) for name in ('query', 'key', 'value')

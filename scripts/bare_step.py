@@ -1,11 +1,11 @@
-"""The train step of a dense language model as one would write it by hand for one model and one mesh: plain jax.jit.
+"""A train step of a dense language model, handwritten with plain jax.jit for one model and one mesh.
 
-What bench_step.py measures against. Nothing of spmd_tasks is in here: the transformer, the loss, clipping and AdamW are
-written out, with the sharding constraints of the default axis rules; what does not depend on the layer (angles, mask)
-is computed once. A step that is not finite is not looked for. It takes the weights' tree of lm.DenseLanguageModel.
+bench_step.py compares the framework's step with this one. It uses nothing of spmd_tasks: the transformer, the loss,
+clipping and AdamW are written out, with the sharding constraints of the default axis rules. Angles and masks are
+computed once for all layers, and nonfinite steps are not detected. Weights have the tree of lm.DenseLanguageModel.
 
-`dtype` is that of the products; weights, norms, angles and the loss stay in float32. With `remat` the backward pass
-computes all of a layer again but its attention. gpu_check.py sets both.
+Matmuls compute in `dtype`; weights, norms, angles and the loss stay in float32. With `remat` the backward pass
+recomputes each layer except its attention. gpu_check.py sets both.
 
 Shapes: B batch, T sequence, D model, H heads, K head dim, F ffn, V vocab, L layers.
 """
@@ -42,7 +42,7 @@ def logits_of(
   remat: bool = False,
   implementation: Any = None,
 ) -> jax.Array:
-  """Logits float32 [B, T, V]; `implementation` is of jax.nn.dot_product_attention."""
+  """Returns float32 logits [B, T, V]; `implementation` is passed to jax.nn.dot_product_attention."""
   table, layers = weights['embedding']['table'], weights['stack']['layers']
   head_dim = layers['attention']['query']['kernel'].shape[-1]
   frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
@@ -112,20 +112,20 @@ def adamw(path: Any, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, s
 
 
 def init_state(weights: Any) -> dict[str, Any]:
-  """The state at step 0: copies, since the step donates it."""
+  """Returns the state at step 0, with copies of the weights, as the step donates its state."""
   mu, nu = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
   return {'step': jnp.zeros((), jnp.int32), 'weights': jax.tree.map(jnp.copy, weights), 'mu': mu, 'nu': nu}
 
 
-def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true: Any = None, **how: Any) -> Any:
-  """The jitted `(state, batch) -> (state, {'loss', 'grad_norm'})`, which donates the state.
+def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true: Any = None, **options: Any) -> Any:
+  """Returns the jitted `(state, batch) -> (state, {'loss', 'grad_norm'})`, which donates the state.
 
   Args:
-    padded: the weights' shapes and shardings as they are stored.
-    batch_sharding: of the batch as it arrives.
-    total_steps: of the learning rate's schedule.
-    true: the weights' shapes as the model sees them, where they are stored with padding.
-    how: the dtype, remat and implementation of `logits_of`.
+    padded: the stored shapes and shardings of the weights.
+    batch_sharding: the sharding of the batch.
+    total_steps: the length of the learning rate schedule.
+    true: the shapes of the weights without padding, if they are stored with padding.
+    options: dtype, remat and implementation of `logits_of`.
   """
   mesh = batch_sharding.mesh
 
@@ -145,7 +145,7 @@ def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true
     if true is not None:
       trees = [jax.tree.map(unpad, tree, padded, true) for tree in trees]
     weights, mu, nu = trees
-    loss, grads = jax.value_and_grad(loss_of)(weights, batch, constrain, **how)
+    loss, grads = jax.value_and_grad(loss_of)(weights, batch, constrain, **options)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * (CLIP / jnp.maximum(grad_norm, CLIP)), grads)
     rate = learning_rate_at(count, total_steps)

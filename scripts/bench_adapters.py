@@ -1,17 +1,16 @@
 #!/usr/bin/env python
-"""Benchmark of low-rank adapters that requests choose by name: the decode step with 0, 1, 4 and 16 of them.
+"""Measures the decode step with 0, 1, 4 and 16 low-rank adapters that requests choose by name.
 
     .venv/bin/python scripts/bench_adapters.py [--quick] [--plan v5p:2x2x1]
 
-Adapters of rank 16 beside every projection of attention and feed-forward network, 8 slots, each slot with another
-adapter in turn. A small model with random weights is run on one CPU device; the engines' steps are timed in turn. With
-`--plan`, the step of Llama 3.1 8B in bfloat16 is compiled for TPUs instead, and nothing runs. The last line is one JSON
-object:
+Every projection of attention and feed-forward network has adapters of rank 16. There are 8 slots, which use the
+adapters in turn. A small model with random weights runs on one CPU device; the engines' steps are timed in turn. With
+`--plan`, the step of Llama 3.1 8B in bfloat16 is only compiled, for TPUs. The last line is one JSON object:
 
-  ratio: the step with 16 adapters over that of the model alone: CPU time, median over rounds; or predicted seconds.
+  ratio: CPU time of the step with 16 adapters over the step without, median over rounds; or predicted seconds.
   ratios: the same for every number of adapters.
-  step_ms: milliseconds of a step: CPU time, or predicted ones.
-  adapter_mib: size of the adapters' stacks, that of number 0 included; of one device with `--plan`.
+  step_ms: milliseconds of a step: CPU time, or predicted.
+  adapter_mib: size of the adapter stacks, including number 0; per device with `--plan`.
 """
 
 import argparse
@@ -42,7 +41,7 @@ STEPS_PER_ROUND = 8
 
 
 def job_with(number, experiment, settings):
-  """The job of an experiment whose model has room for that many adapters."""
+  """Returns the job of an experiment whose model has `number` adapters."""
   resolved = resolve(experiment, settings)
   if number:
     choices = tuple(f'adapter {i}' for i in range(number))
@@ -62,17 +61,17 @@ def adapter_mib(model):
 
 
 def running_engine(number, settings):
-  """An engine of random weights, stacks included, with a sequence in each slot; slot i has adapter i mod (N + 1)."""
+  """Returns an engine with random weights and a sequence in each slot; slot i has adapter i mod (N + 1)."""
   job = job_with(number, 'lm.StdlibTiny', [*settings, 'ici_mesh_shape=1,1,1'])
   model = partition_job(job)
   weights, rng = model.init(0).weights, np.random.default_rng(0)
 
-  def drawn(path, leaf):
+  def random_adapter(path, leaf):
     is_stack = 'lora_' in jax.tree_util.keystr(path)
     return jax.device_put(rng.normal(0, 0.02, leaf.shape).astype(leaf.dtype), leaf.sharding) if is_stack else leaf
 
   steps = DecodeSteps(model)
-  engine = ModelEngine(steps, {'params': jax.tree_util.tree_map_with_path(drawn, weights)})
+  engine = ModelEngine(steps, {'params': jax.tree_util.tree_map_with_path(random_adapter, weights)})
   engine.warm_up()
   for slot in range(engine.num_slots):
     request = Request(ids=(5 + slot,), max_tokens=engine.max_len - 1, adapter=slot % (number + 1))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Trace and compile time of the train step at 4 and at 32 layers, on 8 fake devices.
+"""Measures the trace and compile time of the train step with 4 and 32 layers, on 8 fake devices.
 
     .venv/bin/python scripts/bench_compile.py [--quick]
 
-Layers are scanned, so neither should grow with depth. The last line is one JSON object. `ratio` is the median of the
-rounds' ratios of trace and compile time together, 32 layers over 4, at most 1.3 wanted; the two depths take turns, each
-time with JAX's caches emptied.
+Layers are scanned, so neither should grow with depth. The two depths are compiled in turn, with JAX's caches emptied.
+The last line is one JSON object. `ratio` is the time to trace and compile 32 layers over 4 layers, as the median over
+rounds; the goal is at most 1.3.
 """
 
 import argparse
@@ -42,8 +42,8 @@ def main() -> None:
   args = parser.parse_args()
   num_rounds = 1 if args.quick else args.num_rounds
   use_fake_devices(8)
-  jax.config.update('jax_enable_compilation_cache', False)  # what comes from there takes no time
-  compile_once(num_layers=1)  # what only the first trace and compilation of a process pay
+  jax.config.update('jax_enable_compilation_cache', False)
+  compile_once(num_layers=1)  # the first trace and compilation of a process take longer
   rounds: list[dict[int, dict[str, Any]]] = []
   for i in range(num_rounds):
     order = DEPTHS[:: -1 if i % 2 else 1]

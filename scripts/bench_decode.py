@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Benchmark of generation: does its cost follow what is used, and how it compares with transformers.
+"""Measures generation: whether its cost follows the tokens in use, and how it compares with transformers.
 
     .venv/bin/python scripts/bench_decode.py             # a Llama of 60M parameters, about 6 minutes
     .venv/bin/python scripts/bench_decode.py --quick     # a small one, 1 to 2 minutes
-    .venv/bin/python scripts/bench_decode.py --jobs runs/large runs/small    # drafts only, of models trained before
-    .venv/bin/python scripts/bench_decode.py --jobs runs/heads               # by the model's own heads
+    .venv/bin/python scripts/bench_decode.py --jobs runs/large runs/small    # only drafts, with trained models
+    .venv/bin/python scripts/bench_decode.py --jobs runs/heads               # only drafts by the model's own heads
 
 Both sides load the same folder of random weights. All times are CPU times, on one pinned core, measured in turn. The
-last line is one JSON object; null stands for what cannot be measured here.
+last line is one JSON object; null is a figure that cannot be measured here.
 
   step_4096_over_256: a step of 32 slots whose texts have 64 tokens, with max_len 4,096 / with 256; goal: at most 1.15.
   step_8192_over_128: the same of 8 slots; goal: at most 1.2.
@@ -169,8 +169,8 @@ def bytes_over_used(ours, bytes_of_token):
   scheduler.submit(sequences)
   while scheduler.has_work:
     scheduler.advance()
-    running = [each for each in sequences if each.num_launched and each.finish_reason is None]
-    most = max(most, sum(len(each.request.ids) + each.num_launched - 1 for each in running))
+    running = [sequence for sequence in sequences if sequence.num_launched and sequence.finish_reason is None]
+    most = max(most, sum(len(sequence.request.ids) + sequence.num_launched - 1 for sequence in running))
   return sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.cache)) / (bytes_of_token * most)
 
 
@@ -317,13 +317,14 @@ def measure_draft_jobs(target, draft=None, *, quick=False):
         texts = run(steps)
         if [texts[i].ids for i in range(8)] != [expected[i].ids for i in range(8)]:
           print(f'{name} at {temperature}, {num} at once: other tokens; one row alone has other bits')
-        accepted, drafted = (sum(getattr(each, f'num_{n}') for each in texts.values()) for n in ('accepted', 'drafted'))
+        accepted = sum(text.num_accepted for text in texts.values())
+        drafted = sum(text.num_drafted for text in texts.values())
         programs = {'plain': functools.partial(run, plain), name: functools.partial(run, steps)}
         times = alternate(programs, 3, num_warmup=0)
         result[key := f'{name}_{temperature:g}_{num}'] = {
           'right': accepted / max(drafted, 1),
           'tokens_a_step': 8 * (TEXT - 1) / (8 * (TEXT - 1) - accepted),
-          'tokens_a_cpu_second': {each: 8 * TEXT / median(took.cpu) for each, took in times.items()},
+          'tokens_a_cpu_second': {kind: 8 * TEXT / median(kind_times.cpu) for kind, kind_times in times.items()},
           'plain_over': paired_ratio(times, 'plain', name, clock='cpu'),
         }
         print(key, result[key], flush=True)

@@ -1,7 +1,7 @@
-"""Loading and exporting a folder in Hugging Face's format, against transformers: seconds, and the peak of host memory.
+"""Measures loading and exporting a folder in Hugging Face's format against transformers: time and peak host memory.
 
-    python scripts/bench_huggingface.py                    # makes a Llama of 2 GB below a temporary directory
-    python scripts/bench_huggingface.py --quick            # a layer of it
+    python scripts/bench_huggingface.py                    # writes a Llama of 2 GB to a temporary directory
+    python scripts/bench_huggingface.py --quick            # one layer of it
 
 The last line is a JSON object of all figures, by measurement; `ratio` is ours to theirs, of the CPU time of loading.
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""How many tokens the host reads, tokenizes and packs per second, and how many the train step takes.
+"""Measures how many tokens per second the host reads, tokenizes and packs, and how many the train step consumes.
 
     .venv/bin/python scripts/bench_input.py [--quick]
 
-The input is that of lm.StdlibTiny: bytes of the standard library's source, packed, read by one process without workers.
-The last line is one JSON object. `ratio` is input tokens over step tokens per second, the median over rounds that
-alternate between the two, more than 1 wanted; `host_wait_fraction` is the part of the time that a training loop with
-prefetching spends waiting for its input. The step runs on 8 fake CPU devices: an accelerator takes more tokens, so that
-`input_tokens_per_second` is the number to compare with its rate.
+The input is lm.StdlibTiny's: bytes of the standard library's source, packed, read by one process without workers. The
+last line is one JSON object. `ratio` is input tokens over step tokens per second, measured in turn, as the median over
+rounds; the goal is more than 1. `host_wait_fraction` is the fraction of time that a training loop with prefetching
+waits for its input. The step runs on 8 fake CPU devices; compare an accelerator's rate with `input_tokens_per_second`.
 """
 
 import argparse
@@ -34,7 +33,7 @@ class Training:
     self.batches = Prefetcher(job.train_input.make_iterator(), self._step.place, depth=job.experiment.prefetch_batches)
 
   def run(self, num_steps: int) -> tuple[float, float]:
-    """Seconds that the steps took, and how many of them went into waiting for batches."""
+    """Returns the seconds of the steps, and the seconds that they waited for batches."""
     start, waited = time.perf_counter(), self.batches.seconds_waited
     for _ in range(num_steps):
       batch, _ = next(self.batches)
@@ -44,7 +43,7 @@ class Training:
 
 
 def read(iterator: Any, num_batches: int) -> tuple[float, float]:
-  """Seconds for so many batches, and the part of their tokens that is not padding."""
+  """Returns the seconds for `num_batches`, and the fraction of their tokens that is not padding."""
   start = time.perf_counter()
   batches = [next(iterator) for _ in range(num_batches)]
   return time.perf_counter() - start, sum(batch['weights'].mean() for batch in batches) / num_batches

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Memory and time of a train step with low-rank adapters and of one with all weights, compiled for TPUs.
+"""Compares memory and time of a train step with low-rank adapters and with all weights, compiled for TPUs.
 
     .venv/bin/python scripts/bench_low_rank.py [--quick]
 
-The model is Llama 3.1 8B by its config.json alone, on four v5p chips; nothing runs. The last line is one JSON object:
-bytes of one device at the peak by what holds them, what arithmetic says of the state (twelve bytes a trained parameter,
-two a frozen one, fewer of a quantized base), and predicted seconds. `ratio` is the peak of rank 16 over that of all
-weights. `--quick` compiles a tiny model for one CPU.
+The model is Llama 3.1 8B, from its config.json, on four v5p chips; it is compiled, but not run. The last line is one
+JSON object: peak bytes of one device by their use, the expected size of the state (twelve bytes per trained parameter,
+two per frozen parameter, fewer with a quantized base), and predicted seconds. `ratio` is the peak with rank 16 over the
+peak with all weights. `--quick` compiles a tiny model for one CPU.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: s
   model = partition_job(job, job.experiment.mesh_spec().build_abstract())
   trained = model.num_trained_params
   frozen = model.total_num_params - trained
-  base_dtype = next((each.partition('=')[2] for each in overrides if each.startswith('base_dtype=')), '')
+  base_dtype = dict(override.split('=', 1) for override in overrides).get('base_dtype', '')
   return {
     'trained_parameters': trained,
     'frozen_parameters': frozen,

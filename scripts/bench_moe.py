@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""A dropless mixture of experts against a dense feed-forward network of as many FLOPs, forward and backward.
+"""Compares a dropless mixture of experts with a dense feed-forward network of equal FLOPs, forward and backward.
 
     .venv/bin/python scripts/bench_moe.py [--quick]
 
-Each token chooses one expert; the choice is given, and the layer sorts, gathers, computes and combines. Gradients are
-of x, the gates and all weights. Uniform routing draws each token's expert at random; under Zipf's, expert i has a
-share of 1/i. The last line is one JSON object:
+Each token has one expert, which is an input; the layer sorts, gathers, computes and combines. Gradients are taken with
+respect to x, the gates and all weights. Experts are drawn uniformly, or by Zipf's law (expert i in proportion to 1/i).
+The last line is one JSON object:
 
   e8_ratio, e64_ratio, e8_zipf_ratio, e64_zipf_ratio: the layer's time over the dense network's, by medians. At most
     1.5 with 8 experts and 2.5 with 64 wanted, on 2 CPU cores. `ratio` is the first.

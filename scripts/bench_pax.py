@@ -1,22 +1,22 @@
 #!/usr/bin/env python
-"""Training here against the real Paxml: time of a step, time to the end of the first one, and memory.
+"""Compares training with Paxml's: the time of a step, the time to the end of the first step, and memory.
 
     .venv/bin/python scripts/bench_pax.py [--quick] [--paxml_python PAXENV/bin/python] [--num_rounds 2] [--native]
 
-The last line is one JSON object. The same classes (pax_models.py, and DenseLm of the tests) are run by `spmd-tasks
---exp ... --mode train` and by `paxml.main` (paxml_run.py), in fresh processes on 8 fake devices. With `--native`, ours
-are the same models as experiments of our own (native_models.py). By default Paxml is that of our environment, without
-our shims; `--paxml_python` names another.
+The last line is one JSON object. `spmd-tasks --exp ... --mode train` and `paxml.main` (paxml_run.py) run the same
+classes (pax_models.py, and DenseLm of the tests), in fresh processes on 8 fake devices. With `--native`, our side runs
+the same models as native experiments (native_models.py). Paxml is by default the one in our environment, without our
+shims; `--paxml_python` names another environment.
 
-A round starts both jobs, one after the other, each until its first step and stopped there (SIGSTOP). Then each gets its
-turn for a few steps while the other is stopped, again and again. So neighbouring turns meet the same load. Before the
-rounds both are started once, so that Python has its bytecode, as at any start but the first.
+A round starts both jobs, one after the other, and stops each after its first step (SIGSTOP). Then they run for a few
+steps in turn while the other is stopped, so that neighbouring turns have the same load. Both are started once before
+the rounds, so that Python has compiled its bytecode.
 
-For each experiment, ours over Paxml's: `first_step` and `first_step_cpu`, from the start of the process to the end of
-step 1, of the medians, at most 0.5 wanted (native: 0.4); `step` and `step_cpu`, the median of the ratios of
-neighbouring turns, at most 1 wanted; `peak_memory`, of the processes' largest resident sizes (native: at most 0.6
-wanted). `ratio` is the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less.
-`loss_difference`, where both run the same class, is the largest relative one.
+The figures are ours over Paxml's, for each experiment: `first_step` and `first_step_cpu`, from the start of the process
+to the end of step 1, as ratios of medians (goal: at most 0.5, native 0.4); `step` and `step_cpu`, as the median of the
+ratios of neighbouring turns (goal: at most 1); `peak_memory`, the largest resident size (native goal: at most 0.6).
+`ratio` is the largest `step_cpu`. CPU times include all threads, and depend less on other load. `loss_difference`, if
+both run the same class, is the largest relative difference.
 """
 
 import argparse
@@ -54,17 +54,17 @@ NATIVE = {
   'native_models.PipelineMoeDropless': 'pax_models.PipelineMoe',
   'native_models.PipelineMoeCapacity': 'pax_models.PipelineMoe',
 }
-# Steps of a turn, 3 where nothing is said: CPU time is read with a resolution of 10 ms.
+# Steps per turn; the default is 3. CPU time has a resolution of 10 ms.
 STEPS_OF_A_TURN = {'pax_lab.dense_lm.DenseLm': 60}
 FOR_EVER = 1_000_000
 TICKS = os.sysconf('SC_CLK_TCK')
 
 
 def environment() -> dict[str, str]:
-  """Nothing of ours but the experiments on the path, and no cache of compiled programs; Python keeps its bytecode."""
-  kept = {name: value for name, value in os.environ.items() if not name.startswith(('JAX_', 'XLA_', 'PYTHON'))}
+  """Returns an environment with only our experiments on the path, and without a compilation cache."""
+  inherited = {name: value for name, value in os.environ.items() if not name.startswith(('JAX_', 'XLA_', 'PYTHON'))}
   paths = [ROOT / 'scripts', ROOT / 'tests' / 'data']
-  return kept | {'PYTHONPATH': os.pathsep.join(map(str, paths)), 'TF_CPP_MIN_LOG_LEVEL': '3'}
+  return inherited | {'PYTHONPATH': os.pathsep.join(map(str, paths)), 'TF_CPP_MIN_LOG_LEVEL': '3'}
 
 
 class Training:
@@ -185,24 +185,24 @@ def compare(
           jobs[name].turn(every, is_counted=turn > 0)  # the first one also has the second step of all
       rounds.append(jobs)
       memory.append({name: job.peak_memory_mb for name, job in jobs.items()})
-  found: dict[str, Any] = {'ours': {}, 'paxml': {}}
+  result: dict[str, Any] = {'ours': {}, 'paxml': {}}
   for clock, suffix in enumerate(('', '_cpu')):
     for name in ('ours', 'paxml'):
-      found[name][f'first_step_s{suffix}'] = median(jobs[name].first_step[clock] for jobs in rounds)
-      found[name][f'step_ms{suffix}'] = 1000 * median(turn[clock] for jobs in rounds for turn in jobs[name].turns)
-    found[f'first_step{suffix}'] = found['ours'][f'first_step_s{suffix}'] / found['paxml'][f'first_step_s{suffix}']
-    found[f'step{suffix}'] = median(
+      result[name][f'first_step_s{suffix}'] = median(jobs[name].first_step[clock] for jobs in rounds)
+      result[name][f'step_ms{suffix}'] = 1000 * median(turn[clock] for jobs in rounds for turn in jobs[name].turns)
+    result[f'first_step{suffix}'] = result['ours'][f'first_step_s{suffix}'] / result['paxml'][f'first_step_s{suffix}']
+    result[f'step{suffix}'] = median(
       ours[clock] / paxml[clock]
       for jobs in rounds
       for ours, paxml in zip(jobs['ours'].turns, jobs['paxml'].turns, strict=True)
     )
   for name in ('ours', 'paxml'):
-    found[name]['peak_memory_mb'] = median(each[name] for each in memory)
-  found['peak_memory'] = found['ours']['peak_memory_mb'] / found['paxml']['peak_memory_mb']
+    result[name]['peak_memory_mb'] = median(sizes[name] for sizes in memory)
+  result['peak_memory'] = result['ours']['peak_memory_mb'] / result['paxml']['peak_memory_mb']
   if experiment != paxml_experiment:
-    return found  # their weights are drawn by different rules
+    return result  # their initializers differ
   ours, paxml = rounds[0]['ours'].losses, rounds[0]['paxml'].losses
-  return found | {'loss_difference': max(abs(ours[step] - paxml[step]) / abs(paxml[step]) for step in ours)}
+  return result | {'loss_difference': max(abs(ours[step] - paxml[step]) / abs(paxml[step]) for step in ours)}
 
 
 def main() -> None:
@@ -211,23 +211,23 @@ def main() -> None:
   parser.add_argument('--paxml_python', default=sys.executable, help='of the environment with Paxml')
   parser.add_argument('--num_rounds', type=int, default=2, help='per experiment')
   parser.add_argument('--num_turns', type=int, default=5, help='of each job in a round')
-  parser.add_argument('--native', action='store_true', help='experiments of ours against those of Paxml')
+  parser.add_argument('--native', action='store_true', help="native experiments against Paxml's")
   choices = list(PAX | NATIVE)
   parser.add_argument('--experiment', action='append', choices=choices, help='one of ours; can be given again')
   args = parser.parse_args()
   experiments = args.experiment or list(NATIVE if args.native else PAX)
   if args.quick and not args.experiment:
     experiments = experiments[:1] if args.native else experiments[-1:]
-  if not args.quick:  # so that Python has its bytecode
+  if not args.quick:  # compiles Python's bytecode
     with both_started(experiments[0], (PAX | NATIVE)[experiments[0]], args.paxml_python, 1, ours_first=True):
       pass
-  found = {}
+  results = {}
   for experiment in experiments:
     every = STEPS_OF_A_TURN.get(experiment, 3)
     sizes = (1, 1, 2) if args.quick else (args.num_rounds, args.num_turns, every)
-    found[experiment] = compare(experiment, (PAX | NATIVE)[experiment], args.paxml_python, *sizes)
-    print_result(experiment=experiment, **found[experiment])  # already worth reading while the rest is measured
-  print_result(ratio=max(each['step_cpu'] for each in found.values()), num_rounds=args.num_rounds, **found)
+    results[experiment] = compare(experiment, (PAX | NATIVE)[experiment], args.paxml_python, *sizes)
+    print_result(experiment=experiment, **results[experiment])  # while the rest is measured
+  print_result(ratio=max(result['step_cpu'] for result in results.values()), num_rounds=args.num_rounds, **results)
 
 
 if __name__ == '__main__':

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""What pipelining costs: bubbles in FLOPs and in time, memory by microbatches, compile time; on 8 fake devices.
+"""Measures the cost of pipelining on 8 fake devices: bubbles in FLOPs and time, memory per microbatch, compile time.
 
     .venv/bin/python scripts/bench_pipeline.py [--quick]
 
-The gradient of a stack of transformer blocks alone, without embedding and logits, over 4 stages x data 2, against the
-plain stack on the same devices as data parallelism. The last line is one JSON object:
+Compares the gradient of a pipelined stack of transformer blocks (without embedding and logits) over 4 stages x data 2
+with the plain stack, data-parallel on the same devices. The last line is one JSON object:
 
-* `flops`: the matrix products that the compiled program executes on a device. `bubble` is the part of them that is not
-  work, work being the plain gradient's share, times what the schedule computes again by design. `ideal_bubble` is
-  (P - 1) / (M V + P - 1). `ratio` is the worst of executed FLOPs over ideal ones, wanted within 5% of 1.
-* `memory`: temporaries of one device by M, the size of a microbatch being fixed, and what one more microbatch adds, in
-  units of its own x [rows, T, D] on a device. The stack's input and output and their gradients are 4 of these units, of
-  which each of P stages holds its part.
-* `time`: CPU time of a step over that of the plain stack with the same remat. On fake devices of one machine a bubble
-  costs what work costs.
-* `compile`: CPU time to trace and compile at 8 times the microbatches, and at 8 times the layers, over that at once.
+* `flops`: matmul FLOPs that the compiled program executes per device. `bubble` is the fraction that is not work. Work
+  is the plain gradient's share, times the recomputation that the schedule needs by design. `ideal_bubble` is
+  (P - 1) / (M V + P - 1). `ratio` is the worst ratio of executed to ideal FLOPs; the goal is within 5% of 1.
+* `memory`: temporaries of one device for several M, with microbatches of a fixed size, and what one more microbatch
+  adds, in units of its x [rows, T, D] on a device. The stack's input and output and their gradients are 4 of these
+  units, sharded over the P stages.
+* `time`: CPU time of a step over the plain stack's with the same remat. On fake devices of one machine a bubble costs
+  as much as work.
+* `compile`: CPU time to trace and compile with 8 times the microbatches, and with 8 times the layers, over once.
 """
 
 import argparse

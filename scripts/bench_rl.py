@@ -1,33 +1,33 @@
 #!/usr/bin/env python
-"""Learning from rewards against TRL's GRPOTrainer with transformers' generation, on one small Llama of random weights.
+"""Compares training on rewards with TRL's GRPOTrainer and transformers' generation, with a small random Llama.
 
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
     .venv/bin/python scripts/bench_rl.py [--trl /tmp/env-trl/bin/python] [--quick]
 
-Both sides sample 8 completions of each of 8 prompts a step, reward them by a Python function and make one update, in
-float32 on all of this machine's CPUs, in processes that run in turn. Both have the same weights, prompts, temperature 1
-and 64 tokens at most. There are two workloads. In the first, texts end as those of trained models do, some early and
-few late: the end token has a constant probability, by which texts have 12 tokens in the mean; TRL pads all to the
-longest. In the second, `_equal`, hardly a text ends before the 64th token, as untrained weights draw.
+Both sides sample 8 completions of each of 8 prompts per step, score them with a Python function and make one update, in
+float32 on all CPUs, in processes that run in turn. Weights, prompts, temperature (1) and the maximum length (64 tokens)
+are equal. There are two workloads. In the first, lengths vary as with trained models: the end token has a constant
+probability, so texts have 12 tokens on average, and TRL pads them to the longest. In the second, `_equal`, nearly all
+texts have 64 tokens, as with untrained weights.
 
-TRL's settings are its fastest here: no checkpointing of activations, no reference model, nothing logged, and no
-microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, and differentiate 4 rows at a time; our
-`seq_len` is the longest prompt and 64 tokens. A round ends, and no other begins, when its time is up, so that all takes
-less than 8 minutes. The last line is one JSON object; each name also with `_equal`:
+TRL has its fastest settings here: no activation checkpointing, no reference model, no logging and no microbatches,
+which cost it 4%. Our side logs every sixth step, with the mismatch, and differentiates 4 rows at a time; its `seq_len`
+is the longest prompt plus 64 tokens. No new round begins once the time is up, so everything takes less than 8 minutes.
+The last line is one JSON object; each name also exists with `_equal`:
 
-  samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds; null
-    without --trl.
-  cpu_of_trl_over_ours: the same of seconds of CPU for a completion, which other programs hardly change if all runs on
-    one core (`taskset -c 0`); on several, threads of torch that wait count too.
-  rollout_over_decode: tokens per second of rollouts / of --mode decode_once on the same prompts with the same weights.
-  mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
-  rounds: what each round gave, by side: completions per second, seconds of CPU and tokens for one.
+  samples_over_trl: completions per second, ours / TRL's, without steps that compile; median over rounds; null without
+    --trl.
+  cpu_of_trl_over_ours: CPU seconds per completion, TRL's / ours. Hardly depends on other load if everything runs on one
+    core (`taskset -c 0`); on several cores, waiting threads of torch count as well.
+  rollout_over_decode: tokens per second of rollouts / of --mode decode_once with the same prompts and weights.
+  mismatch_max: the largest difference between a token's log-probability in sampling and in training's forward pass.
+  rounds: the figures of each round and side: completions per second, CPU seconds and tokens per completion.
 
-The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-27, on 2 slow cores with nothing else to do,
---quick gave samples_over_trl 3.2, cpu_of_trl_over_ours 4.0, rollout_over_decode 1.36 and mismatch_max 3.1e-6; of equal
-lengths 1.40, 1.71, 1.59 and 9.5e-7; one round each, 287 s in all. A completion took ours 0.0107 s of CPU and TRL 0.043,
-of equal lengths 0.0264 and 0.0452. With layers unrolled (`scan=False`) XLA copies the cache in each step of a rollout,
-which then takes 0.14 s of CPU in place of 0.11.
+The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-27, on 2 slow, idle cores, --quick gave
+samples_over_trl 3.2, cpu_of_trl_over_ours 4.0, rollout_over_decode 1.36 and mismatch_max 3.1e-6, and with equal lengths
+1.40, 1.71, 1.59 and 9.5e-7, in one round each (287 s in all). A completion took 0.0107 s of CPU on our side and 0.043 s
+on TRL's; with equal lengths 0.0264 s and 0.0452 s. With unrolled layers (`scan=False`) XLA copies the cache in each
+step of a rollout, which then takes 0.14 s of CPU instead of 0.11 s.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Note(transformers.TrainerCallback):
     control.should_training_stop = len(times) > 1 and times[-1] - begun > limit_s
 def reward(completions, completion_ids, **_):
   lengths.extend(map(len, completion_ids))
-  return [each.count('e') / max(len(each), 1) for each in completions]
+  return [text.count('e') / max(len(text), 1) for text in completions]
 args = trl.GRPOConfig(
   output_dir=folder + '/trl', per_device_train_batch_size=64, num_generations=8, max_completion_length=num_tokens,
   max_steps=num_steps, bf16=False, use_cpu=True, gradient_checkpointing=False, beta=0.0, report_to='none',
@@ -206,15 +206,15 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--trl', help='the Python of an environment with TRL; without it ours is measured alone')
   parser.add_argument('--quick', action='store_true', help='a smaller model, one round')
-  given = parser.parse_args()
-  sizes = {**(QUICK_SIZES if given.quick else SIZES), 'vocab_size': VOCAB, 'max_position_embeddings': 256}
+  args = parser.parse_args()
+  sizes = {**(QUICK_SIZES if args.quick else SIZES), 'vocab_size': VOCAB, 'max_position_embeddings': 256}
   started = time.monotonic()
   with tempfile.TemporaryDirectory() as name:
     workloads = {
-      suffix: Workload(Path(name) / f'workload{suffix}', sizes, mean_tokens, given.trl)
+      suffix: Workload(Path(name) / f'workload{suffix}', sizes, mean_tokens, args.trl)
       for suffix, mean_tokens in MEAN_TOKENS.items()
     }
-    for number in range(1 if given.quick else 3):
+    for number in range(1 if args.quick else 3):
       round_started = time.monotonic()
       for workload in workloads.values():
         workload.measure(number)
@@ -222,7 +222,7 @@ def main() -> None:
       if now - started + 1.5 * (now - round_started) > LIMIT_S:  # decoding takes half a round at most
         break
     results = [workload.result(suffix) for suffix, workload in workloads.items()]
-  print_result(**{name: each for result in results for name, each in result.items()})
+  print_result(**{name: value for result in results for name, value in result.items()})
 
 
 if __name__ == '__main__':

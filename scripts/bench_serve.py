@@ -1,25 +1,25 @@
 #!/usr/bin/env python
-"""Benchmark of serving: continuous against static batching, and the overhead of the scheduler and of HTTP.
+"""Measures serving: continuous against static batching, and the overhead of the scheduler and of HTTP.
 
     .venv/bin/python scripts/bench_serve.py [--quick]
 
-64 requests of mixed lengths, always the same ones, run on 8 slots of a small model with random weights, on one CPU
-device. The last line is one JSON object:
+64 fixed requests of mixed lengths run on 8 slots of a small model with random weights, on one CPU device. The last line
+is one JSON object:
 
-  ratio: decode steps of continuous batching / those of static batches, which wait for their longest; goal: at most 0.7.
+  ratio: decode steps of continuous / of static batching, which waits for the longest text; goal: at most 0.7.
   tokens_per_second_ratio: tokens per second of continuous / of static batching; goal: at least 1.3.
   slot_use: slots in use per decode step of continuous batching, while requests wait; goal: at least 0.90.
-  same_tokens: whether both gave the same tokens.
-  engine_over_floor: CPU time of the engine's step with full slots / of a step written by hand (bare_decode.py) that
-    gives the same tokens, measured in turn; goal: at most 1.1.
+  same_tokens: whether both generate the same tokens.
+  engine_over_floor: CPU time of the engine's step with full slots / of a handwritten step (bare_decode.py) that
+    generates the same tokens, measured in turn; goal: at most 1.1.
   full_step_ms: a step with full slots. `bare` launches one step ahead, reads it, and ignores the tokens.
   scheduler_overhead, http_overhead: relative to `bare`, median over rounds; goal: at most 0.1. Through HTTP every
     request is a stream to a client in another process on the same cores (stream_client.py).
   event_loop_ms, client_ms: CPU time of the server's event loop and of the client per step with full slots, start and
     end included.
-  queue_full_ms: p50, p95, p99 of the time of a refusal through HTTP, with slots and queue full; goal: at most 50.
+  queue_full_ms: p50, p95, p99 of the time to refuse a request through HTTP when the queue is full; goal: at most 50.
   ms: the same percentiles of the time to the first token, the time per token and the time between events, when all
-    requests of the trace come at once through HTTP.
+    requests of the trace arrive at once through HTTP.
   load: the machine's load average at the end.
 """
 
@@ -183,7 +183,7 @@ def compare_with_floor(engine, tokenizer, num_rounds):
     outputs = launched.read()
     return outputs.tokens, outputs.logprobs
 
-  for _ in range(2):  # the prefill's tokens, and those of the step that fill_slots launched
+  for _ in range(2):  # the tokens of the prefill and of the step that fill_slots launched
     state, _ = bare_step(engine.weights['params'], state)
   for (tokens, logprobs), (wanted, wanted_logprobs) in zip([ours(), ours()], [floor(), floor()], strict=True):
     np.testing.assert_array_equal(tokens, wanted)
@@ -218,7 +218,7 @@ def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
   def body(ids, length, seed):
     return {'model': MODEL, 'prompt': ids, 'max_tokens': length, 'ignore_eos': True, 'seed': seed}
 
-  given = {
+  settings_of_client = {
     'address': sock.getsockname()[:2],
     'bodies': [body(ids, length, i) for i, (ids, length) in enumerate(trace)],
     'extra': None if extra is None else body(*extra, 0),
@@ -229,7 +229,7 @@ def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
   try:
     client = subprocess.run(
       [sys.executable, Path(__file__).with_name('stream_client.py')],
-      input=json.dumps(given),
+      input=json.dumps(settings_of_client),
       stdout=subprocess.PIPE,
       text=True,
       timeout=600,

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Our train step against one written by hand (bare_step.py), both on 8 fake devices; and what a run costs at its start.
+"""Compares the train step with a handwritten one (bare_step.py) on 8 fake devices, and measures the start of a job.
 
     .venv/bin/python scripts/bench_step.py [--quick]
 
-The last line is one JSON object. `ratio` is the ratio of the medians of the two steps' times, at most 1.03 wanted, for
-a model whose dims its mesh divides. `paired_ratio`, the median of the rounds' own ratios, and `cpu_ratio`, the same in
-CPU time, are steadier where the machine is busy. `uneven` says it for dims that the mesh does not divide, against
-a hand-written step on the true shapes that slices and pads at its border. There, `rounded_up` is the hand-written step
-of another model, with the dims rounded up to what the mesh divides.
+The last line is one JSON object. `ratio` is the ratio of the median step times, for a model whose dims the mesh
+divides; the goal is at most 1.03. `paired_ratio`, the median of the rounds' ratios, and `cpu_ratio`, the same for CPU
+time, depend less on other load. `uneven` has the same figures for dims that the mesh does not divide; there, the
+handwritten step slices and pads at the step boundary, and `rounded_up` is a handwritten step of a model with its dims
+rounded up to multiples of the mesh.
 
-First, both steps must agree in their losses to 1e-5 over 5 steps.
+The losses of both steps must first agree to 1e-5 over 5 steps.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measures checkpoints in an emulated store against TensorStore alone, and what a logged step waits for.
+"""Measures checkpoints in an emulated store against plain TensorStore, and how long a logged step waits.
 
     PYTHONPATH=. .venv/bin/python scripts/bench_stores.py --store gs --arrays 32 --mib 4 --rounds 7
 
-TensorStore alone writes and reads the same arrays by the same driver in the same format (Zarr 3, each array one object
-with a CRC-32C), and nothing else: no manifest, no listing. Ours ends when the checkpoint is published, or the state is
-on the device. Both alternate; the last line is JSON, with medians: MB/s, and ours in relation to TensorStore's.
+Plain TensorStore writes and reads the same arrays with the same driver and format (Zarr 3, each array one object with a
+CRC-32C), without a manifest or listing. Our time ends when the checkpoint is published, or the state is on the device.
+The two alternate. The last line is JSON with medians: MB/s, and ours relative to TensorStore's.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
     how = {'dtype': ts.float32, 'shape': shape, 'chunk_layout': ts.ChunkLayout(chunk_shape=shape)}
     how['codec'] = ts.CodecSpec({'driver': 'zarr3', 'codecs': [{'name': 'bytes'}, {'name': 'crc32c'}]})
     opened = [open_alone(name, create=True, delete_existing=True, **how) for name in state]
-    host = [np.array(x) for x in state.values()]  # which every device needs, so that training can go on
+    host = [np.array(x) for x in state.values()]  # copied first, so that training could continue
     for commit in [store.result().write(x).commit for store, x in zip(opened, host, strict=True)]:
       commit.result()
 
@@ -94,16 +94,16 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
     return checkpointer.restore(abstract).state
 
   def read_alone() -> object:
-    reads = [each.result().read() for each in [open_alone(name, open=True) for name in state]]
-    return [jax.device_put(each.result(), device) for each in reads]
+    reads = [opening.result().read() for opening in [open_alone(name, open=True) for name in state]]
+    return [jax.device_put(read.result(), device) for read in reads]
 
   num_mb = num_arrays * num_mib * (1 << 20) / 1e6
   rates: dict[str, object] = {'store': scheme, 'MB': round(num_mb), 'arrays': num_arrays, 'cores': os.cpu_count()}
   for name, ours, alone in (('save', save, write_alone), ('restore', restore, read_alone)):
     times = alternate({'ours': ours, 'alone': alone}, num_rounds)
-    rates |= {f'{name}_MB_per_s': {each: round(num_mb / median(times[each].wall)) for each in times}}
+    rates |= {f'{name}_MB_per_s': {side: round(num_mb / median(times[side].wall)) for side in times}}
     for clock in ('wall', 'cpu'):
-      mine, its = (getattr(times[each], clock) for each in ('ours', 'alone'))
+      mine, its = (getattr(times[side], clock) for side in ('ours', 'alone'))
       rates |= {f'{name}_of_tensorstore_{clock}': round(median(y / x for x, y in zip(mine, its, strict=True)), 2)}
   checkpointer.close()
 

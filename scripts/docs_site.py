@@ -28,36 +28,36 @@ TOP_LEVEL = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md', 'CHA
 
 
 @dataclasses.dataclass(frozen=True)
-class Face:
+class PublicPackage:
   """A package with public names: its dotted name, its docstring, the entries of its `__all__`; or one of MODULES."""
 
-  package: str
+  name: str
   docstring: str
   names: tuple[str, ...]
 
   @property
   def page(self) -> str:
     """The page's path below docs/."""
-    return f'api/{self.package}.md'
+    return f'api/{self.name}.md'
 
 
-def faces(root: Path = ROOT) -> list[Face]:
+def public_packages(root: Path = ROOT) -> list[PublicPackage]:
   """Every package of spmd_tasks with an `__all__` that is not empty, outer packages first."""
-  found = []
+  packages = []
   for path in (root / 'spmd_tasks').rglob('__init__.py'):
     tree = ast.parse(path.read_text(encoding='utf-8'))
     names = public_names(tree)
     if names:
       package = '.'.join(path.parent.relative_to(root).parts)
-      found.append(Face(package, ast.get_docstring(tree) or '', names))
+      packages.append(PublicPackage(package, ast.get_docstring(tree) or '', names))
   for name in MODULES:
     tree = ast.parse((root / 'spmd_tasks' / f'{name}.py').read_text(encoding='utf-8'))
-    found.append(Face(f'spmd_tasks.{name}', ast.get_docstring(tree) or '', own_names(tree)))
-  return sorted(found, key=lambda face: face.package)
+    packages.append(PublicPackage(f'spmd_tasks.{name}', ast.get_docstring(tree) or '', own_names(tree)))
+  return sorted(packages, key=lambda package: package.name)
 
 
 def public_names(tree: ast.Module) -> tuple[str, ...]:
-  """The names that a face imports and defines by `lazy_exports`, sorted, or else the entries of `__all__`."""
+  """The names that a package imports and defines by `lazy_exports`, sorted, or else the entries of `__all__`."""
   for node in tree.body:
     if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_exports('):
       _, *own = node.items[0].context_expr.args
@@ -101,25 +101,25 @@ def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
       yield from bound_names(node.body)
 
 
-def api_page(face: Face) -> str:
+def api_page(package: PublicPackage) -> str:
   """The page of a package: its docstring, then an entry for each public name."""
   parts = [
-    f'# {face.package}',
-    f'::: {face.package}\n    options:\n      members: []\n      show_root_heading: false\n'
+    f'# {package.name}',
+    f'::: {package.name}\n    options:\n      members: []\n      show_root_heading: false\n'
     '      show_root_toc_entry: false',
   ]
-  for name in face.names:
-    parts.append(f'::: {identifier(face.package, name)}')
+  for name in package.names:
+    parts.append(f'::: {identifier(package.name, name)}')
   return '\n\n'.join(parts) + '\n'
 
 
-def api_index(all_faces: list[Face]) -> str:
+def api_index(packages: list[PublicPackage]) -> str:
   """A table of all public names by package."""
   lines = ['# API reference', '', 'Every public name, by the package that exports it.', '']
   lines += ['| package | names |', '|---|---|']
-  for face in all_faces:
-    page = f'{face.package}.md'
-    lines.append(f'| [`{face.package}`]({page}) | {", ".join(f"`{name}`" for name in face.names)} |')
+  for package in packages:
+    page = f'{package.name}.md'
+    lines.append(f'| [`{package.name}`]({page}) | {", ".join(f"`{name}`" for name in package.names)} |')
   return '\n'.join(lines) + '\n'
 
 
@@ -208,16 +208,16 @@ def plain_fences(markdown: str) -> str:
 
 def on_config(config: Any) -> Any:
   """Appends the API reference to the navigation."""
-  pages = [{face.package: face.page} for face in faces()]
+  pages = [{package.name: package.page} for package in public_packages()]
   config.nav.append({'API reference': [{'All names': 'api/index.md'}, *pages]})
   return config
 
 
 def on_files(files: Files, config: Any) -> Files:
   """Adds the generated pages."""
-  all_faces = faces()
-  pages = {face.page: api_page(face) for face in all_faces}
-  pages |= {'api/index.md': api_index(all_faces), 'modules.md': modules_page(), 'experiments.md': experiments_page()}
+  packages = public_packages()
+  pages = {package.page: api_page(package) for package in packages}
+  pages |= {'api/index.md': api_index(packages), 'modules.md': modules_page(), 'experiments.md': experiments_page()}
   for name, page in TOP_LEVEL.items():
     pages[page] = page_of_top_level((ROOT / name).read_text(encoding='utf-8'))
   for path, content in pages.items():

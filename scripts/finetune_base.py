@@ -80,7 +80,7 @@ def write_inputs(directory: Path) -> None:
   tokenizer = tokenizers.Tokenizer.from_file(path)
   tokenizer.add_special_tokens(list(MARKS))
   tokenizer.save(path)
-  lines = [json.dumps(each) + '\n' for each in conversations()]
+  lines = [json.dumps(conversation) + '\n' for conversation in conversations()]
   (directory / 'chats.jsonl').write_text(''.join(lines))
   print(f'{len(lines)} conversations in {directory}/chats.jsonl')
 

@@ -95,7 +95,7 @@ def binary(mode: str, experiment: str, overrides: tuple[str, ...], *flags: Any) 
 
 
 def milliseconds(run: Callable[[], Any], count: int = 10) -> float:
-  """The median of `count` measurements of four runs each, after one: to wait for each run would add the wait itself."""
+  """Returns the median of `count` measurements of four runs each, after a warm-up; a wait per run would add time."""
   import jax
 
   times = []
@@ -115,11 +115,11 @@ def row(what: str, measure: Callable[..., Row], *args: Any) -> Row:
     return {'what': what, 'failure': f'{type(error).__name__}: {error}'[:400]}
 
 
-def distance(found: Any, wanted: Any) -> float:
+def distance(actual: Any, wanted: Any) -> float:
   import numpy as np
 
-  found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
-  return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+  actual, wanted = (np.asarray(x, np.float32) for x in (actual, wanted))
+  return float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted))
 
 
 def peak_memory() -> Row:
@@ -133,8 +133,8 @@ def rates(seconds: float, tokens: float, flops: float, device_kind: str) -> Row:
   from spmd_tasks.runtime.flops import peak_flops_per_device
 
   peak = peak_flops_per_device(device_kind)
-  found = dict(ms=1e3 * seconds, tokens_per_s=tokens / seconds, tflops=flops / seconds / 1e12)
-  return found | ({'mfu': flops / seconds / peak} if peak else {})
+  figures = dict(ms=1e3 * seconds, tokens_per_s=tokens / seconds, tflops=flops / seconds / 1e12)
+  return figures | ({'mfu': flops / seconds / peak} if peak else {})
 
 
 def device_time(run: Callable[[], Any], count: int) -> Row:
@@ -147,7 +147,7 @@ def device_time(run: Callable[[], Any], count: int) -> Row:
     (path,) = Path(folder).glob('plugins/profile/*/*.xplane.pb')
     planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if 'GPU' in plane.name]
     lines = [line for plane in planes for line in plane.lines if line.name.startswith('Stream')]
-    events = sorted((each.start_ns, each.duration_ns, each.name) for line in lines for each in line.events)
+    events = sorted((event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
   busy = until = 0.0
   totals: collections.Counter[str] = collections.Counter()
   counts: collections.Counter[str] = collections.Counter()
@@ -162,7 +162,7 @@ def device_time(run: Callable[[], Any], count: int) -> Row:
 
 
 def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any, losses: list[float]) -> Row:
-  """Compiles a step of bench_step.Case; runs it, each launched without a wait for the one before."""
+  """Compiles a step of bench_step.Case and runs it, launching every step without waiting for the previous one."""
   import jax
 
   from spmd_tasks.runtime.flops import model_flops_per_train_step
@@ -185,9 +185,9 @@ def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any
   kernels = ('__cudnn$fmha', 'triton', 'mosaic_gpu', 'cublas', ' conditional(')
   counts = ''.join(f', {text.count(name)} {name}' for name in kernels if name in text)
   note = f'{model.total_num_params / 1e9:.2f}B parameters, losses {losses[0]:.3f} to {float(last):.3f}{counts}'
-  found = rates(seconds, batch['ids'].size, flops, jax.devices()[0].device_kind)
-  found |= {'compile_s': compile_s, 'note': note} | peak_memory()
-  return found | device_time(lambda: jax.block_until_ready([stepper() for _ in range(4)][-1]), 4)
+  figures = rates(seconds, batch['ids'].size, flops, jax.devices()[0].device_kind)
+  figures |= {'compile_s': compile_s, 'note': note} | peak_memory()
+  return figures | device_time(lambda: jax.block_until_ready([stepper() for _ in range(4)][-1]), 4)
 
 
 # ---------------------------------------------------------------- sections
@@ -250,8 +250,8 @@ def kernels(size: Any) -> Iterator[Row]:
     jax.block_until_ready((forward(*arguments), both(cotangent, *arguments)))
 
     def measure() -> Row:
-      found = [select(x) for x in jax.device_get(both(cotangent, *arguments))]
-      errors = [distance(x, w) for x, w in zip(found, wanted, strict=True)]
+      figures = [select(x) for x in jax.device_get(both(cotangent, *arguments))]
+      errors = [distance(x, w) for x, w in zip(figures, wanted, strict=True)]
       ms, both_ms = milliseconds(lambda: forward(*arguments)), milliseconds(lambda: both(cotangent, *arguments))
       note = f'with the backward pass {both_ms:.2f} ms; errors {", ".join(f"{x:.1e}" for x in errors)}'
       return {'ms': ms, 'tflops': flops / ms / 1e9, 'error': max(errors), 'limit': 2e-2, 'note': note}
@@ -300,13 +300,13 @@ def kernels(size: Any) -> Iterator[Row]:
         cases.append((what, prepare, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows))
       others = () if size.platform == 'gpu' else others  # which take long to compile: in one case
   with concurrent.futures.ThreadPoolExecutor(8 if size.platform == 'gpu' else 1) as pool:
-    prepared = [(what, pool.submit(*given)) for what, *given in cases]
-  for what, each in prepared:  # when nothing is compiled any more
-    yield row(what, lambda each=each: each.result()())
+    prepared = [(what, pool.submit(*arguments)) for what, *arguments in cases]
+  for what, measure in prepared:  # after all compilations
+    yield row(what, lambda measure=measure: measure.result()())
 
 
 def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable[[], Row]:
-  """Attention of T tokens of B rows to the up to S that each has in blocks; with one head, values are the keys."""
+  """Measures attention of T tokens of B rows to up to S tokens in blocks; with one head, values are the keys."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -346,14 +346,14 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
     with layer_scope(cache_attention='xla'):
       return attend_to_cache(queries, new, new, tuple(keys_and_values), None, positions, options)
 
-  given = query, tables, *stored
+  arguments = query, tables, *stored
   with jax.default_matmul_precision('highest'):
-    wanted = plain(*given)
-  jax.block_until_ready((by_kernel(*given), by_loop(*given)))
+    wanted = plain(*arguments)
+  jax.block_until_ready((by_kernel(*arguments), by_loop(*arguments)))
 
   def measure() -> Row:
-    _, total, attended = by_kernel(*given)
-    ms, loop_ms = milliseconds(lambda: by_kernel(*given)), milliseconds(lambda: by_loop(*given))
+    _, total, attended = by_kernel(*arguments)
+    ms, loop_ms = milliseconds(lambda: by_kernel(*arguments)), milliseconds(lambda: by_loop(*arguments))
     num_bytes = int(starts.sum()) * G * K * 2 * len(stored)
     note = f'{num_bytes / ms / 1e6:.0f} GB/s; the loop takes {loop_ms:.2f} ms'
     return {'ms': ms, 'error': distance(attended / total, wanted), 'limit': 2e-2, 'note': note}
@@ -372,9 +372,9 @@ def dense(size: Any) -> Iterator[Row]:
   how = dict(dtype=jnp.bfloat16, remat=True, implementation='cudnn' if size.platform == 'gpu' else None)
   ours, theirs = [], []
   yield row(f'{name}, ours', train_on_one_batch, case, case.ours, batch, size, ours)
-  found = row(f'{name}, by hand', train_on_one_batch, case, lambda: case.bare(**how), batch, size, theirs)
+  figures = row(f'{name}, by hand', train_on_one_batch, case, lambda: case.bare(**how), batch, size, theirs)
   worst = max((abs(a / b - 1) for a, b in zip(ours, theirs, strict=False)), default=0.0)
-  yield found | {'error': worst, 'limit': 2e-2}  # of the losses of the first steps
+  yield figures | {'error': worst, 'limit': 2e-2}  # of the losses of the first steps
 
 
 def moe(size: Any) -> Iterator[Row]:
@@ -398,10 +398,10 @@ def train(size: Any) -> Iterator[Row]:
     lines = [json.loads(line) for line in Path('job/metrics.jsonl').read_text(encoding='utf-8').splitlines()]
     startup = json.loads(Path('job/startup.json').read_text(encoding='utf-8'))
     tokens = statistics.median(line['tokens_per_second'] for line in lines[2:])
-    found = {'tokens_per_s': tokens, 'ms': 1e3 * size.shape['seq_len'] * size.shape['batch_size'] / tokens}
-    found |= {'mfu': lines[-1]['mfu']} if 'mfu' in lines[-1] else {}
+    figures = {'tokens_per_s': tokens, 'ms': 1e3 * size.shape['seq_len'] * size.shape['batch_size'] / tokens}
+    figures |= {'mfu': lines[-1]['mfu']} if 'mfu' in lines[-1] else {}
     note = f'first step after {startup["total"]:.0f} s, checkpoint and end after {time.perf_counter() - start:.0f} s'
-    return found | {'compile_s': startup.get('compile'), 'note': note}
+    return figures | {'compile_s': startup.get('compile'), 'note': note}
 
   yield row('--mode train', measure)
 
@@ -475,11 +475,13 @@ def decode(size: Any) -> Iterator[Row]:
     engine = ModelEngine(steps, weights_of(steps))
     start = time.perf_counter()
     engine.warm_up()
-    found: Row = {'compile_s': time.perf_counter() - start}
+    figures: Row = {'compile_s': time.perf_counter() - start}
     prompts = [tuple((5 + 7 * slot + i) % 250 for i in range(prompt_len)) for slot in range(slots)]
     requests = [Request(ids=ids, max_tokens=steps.max_len - prompt_len) for ids in prompts]
     to_text = functools.partial(decode_generated, case.job.tokenizer)  # of a larger vocabulary than the tokenizer's
-    sequences = [GeneratedSequence(each, to_text, has_logprobs=i < min(compared, 1)) for i, each in enumerate(requests)]
+    sequences = [
+      GeneratedSequence(request, to_text, has_logprobs=i < min(compared, 1)) for i, request in enumerate(requests)
+    ]
     scheduler = Scheduler(engine, prefill_budget=slots * steps.max_len)
     scheduler.submit(sequences)
     start = time.perf_counter()
@@ -490,13 +492,13 @@ def decode(size: Any) -> Iterator[Row]:
       text = prompts[0], tuple(entry.token for entry in entries)
       ((_, score),) = score_texts(steps, engine.weights, [text], num_rows=1)
       error = max(abs(entry.logprob - other) for entry, other in zip(entries, score.logprobs, strict=True))
-      found |= {'error': error, 'limit': 0.1, 'unit': 'nats'}
+      figures |= {'error': error, 'limit': 0.1, 'unit': 'nats'}
       note += f'; {len(entries)} log-probabilities compared'
     launch, launches = engine.step, []
 
-    def timed(*given: Any, **named: Any) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
       begun = time.perf_counter()
-      launched = launch(*given, **named)
+      launched = launch(*arguments, **named)
       launches.append(time.perf_counter() - begun)
       return launched
 
@@ -508,11 +510,11 @@ def decode(size: Any) -> Iterator[Row]:
     note = f'{1e3 * statistics.median(launches):.2f} ms of the host to launch a step; {note}'
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.weights))
     note = f'weights at {num_bytes / seconds / 1e9:.0f} GB/s; {note}'
-    found |= {'ms': 1e3 * seconds, 'tokens_per_s': slots / seconds, 'note': note} | peak_memory()
-    return found | device_time(lambda: [scheduler.advance() for _ in range(4)], 4)
+    figures |= {'ms': 1e3 * seconds, 'tokens_per_s': slots / seconds, 'note': note} | peak_memory()
+    return figures | device_time(lambda: [scheduler.advance() for _ in range(4)], 4)
 
-  for what, *given in decode_jobs(size):
-    yield row(what, measure, *given)
+  for what, *arguments in decode_jobs(size):
+    yield row(what, measure, *arguments)
 
 
 def pytorch(size: Any) -> Iterator[Row]:
@@ -555,10 +557,10 @@ def pytorch(size: Any) -> Iterator[Row]:
     seconds = (time.perf_counter() - start) / (count - warm)
     num = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     flops = 3 * B * T * (2 * num + 4 * shape['num_layers'] * T * shape['model_dims'])
-    found = rates(seconds, B * T, flops, torch.cuda.get_device_name() if device == 'cuda' else 'cpu')
-    found |= {'peak_gb': torch.cuda.max_memory_allocated() / 1e9} if device == 'cuda' else {}
+    figures = rates(seconds, B * T, flops, torch.cuda.get_device_name() if device == 'cuda' else 'cpu')
+    figures |= {'peak_gb': torch.cuda.max_memory_allocated() / 1e9} if device == 'cuda' else {}
     note = f'torch {torch.__version__}, {B} x {T}, losses {losses[0]:.3f} to {losses[-1]:.3f}'
-    return found | {'compile_s': start - begun, 'note': note}
+    return figures | {'compile_s': start - begun, 'note': note}
 
   yield row("PyTorch, transformers' Llama", measure)
 
@@ -575,16 +577,19 @@ def plan(size: Any) -> Iterator[Row]:
     done = subprocess.run(binary('plan', *job, *flags), stdout=subprocess.DEVNULL)
     assert done.returncode == 0, f'exit code {done.returncode}; log.txt says why'
     report = json.loads(Path('plan/plan.json').read_text(encoding='utf-8'))
-    found = {'peak_gb': report['steps'][step]['peak_bytes'] / 1e9, 'mfu': report['predicted_mfu']}
-    seconds, versions = report['predicted_step_s'], (f'{name} {each}' for name, each in report['versions'].items())
-    return found | {'ms': seconds and 1e3 * seconds, 'note': f'{size.target}:1, by {", ".join(versions)}'}
+    figures = {'peak_gb': report['steps'][step]['peak_bytes'] / 1e9, 'mfu': report['predicted_mfu']}
+    seconds, versions = (
+      report['predicted_step_s'],
+      (f'{name} {version}' for name, version in report['versions'].items()),
+    )
+    return figures | {'ms': seconds and 1e3 * seconds, 'note': f'{size.target}:1, by {", ".join(versions)}'}
 
   jobs = [(f'dense: {dense_job(size)[0]}, ours', 'train', dense_job(size))]
   if size.platform == 'gpu':  # --tiny: one is enough
     jobs += [(f'moe: {moe_row(size)}', 'train', size.moe)]
     jobs += [(f'decode: {what}', 'decode', job) for what, job, *_ in decode_jobs(size)]
-  for each in jobs:
-    yield row(each[0], measure, *each[1:])
+  for entry in jobs:
+    yield row(entry[0], measure, *entry[1:])
 
 
 RUN: dict[str, Callable[[Any], Iterator[Row]]] = {name: globals()[name] for name in LIMITS}
@@ -595,28 +600,28 @@ RUN: dict[str, Callable[[Any], Iterator[Row]]] = {name: globals()[name] for name
 
 def judge(status: str, rows: list[Row]) -> str:
   """The first thing wrong with a section, '' if nothing is."""
-  for each in rows:
-    if 'failure' in each:
-      return f'{each["what"]}: {each["failure"]}'
-    if 'limit' in each and not each['error'] <= each['limit']:
-      return f'{each["what"]}: error {each["error"]:.2g}, at most {each["limit"]:g} wanted'
+  for entry in rows:
+    if 'failure' in entry:
+      return f'{entry["what"]}: {entry["failure"]}'
+    if 'limit' in entry and not entry['error'] <= entry['limit']:
+      return f'{entry["what"]}: error {entry["error"]:.2g}, at most {entry["limit"]:g} wanted'
   return status
 
 
 def table(result: dict[str, Any]) -> str:
   columns = {'ms': '.4g', 'busy_ms': '.4g', 'tokens_per_s': ',.0f', 'tflops': '.4g', 'mfu': '.1%'}
   columns |= {'peak_gb': '.1f', 'compile_s': '.1f'}
-  planned = {each['what']: each for each in result['sections'].get('plan', {}).get('rows', [])}
+  planned = {entry['what']: entry for entry in result['sections'].get('plan', {}).get('rows', [])}
   versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
   lines = [f'# {result["device"]}, {result["date"]}', '', f'{versions}; driver {result["driver"]}', '']
   lines += [f'| section | what | {" | ".join(columns)} | planned ms | error | remark |', '|' + '---|' * 12]
   for name, section in result['sections'].items():
-    for each in section['rows']:
-      cells = [format(each[key], style) if each.get(key) is not None else '' for key, style in columns.items()]
-      plan_ms = planned.get(f'{name}: {each["what"]}', {}).get('ms')
-      error = f'{each["error"]:.1e} {each.get("unit", "")}' if 'error' in each else ''
-      remark = each.get('skipped') or each.get('failure') or each.get('note', '')
-      cells = [name, each['what'], *cells, f'{plan_ms:.4g}' if plan_ms else '', error, remark]
+    for entry in section['rows']:
+      cells = [format(entry[key], style) if entry.get(key) is not None else '' for key, style in columns.items()]
+      plan_ms = planned.get(f'{name}: {entry["what"]}', {}).get('ms')
+      error = f'{entry["error"]:.1e} {entry.get("unit", "")}' if 'error' in entry else ''
+      remark = entry.get('skipped') or entry.get('failure') or entry.get('note', '')
+      cells = [name, entry['what'], *cells, f'{plan_ms:.4g}' if plan_ms else '', error, remark]
       lines.append(f'| {" | ".join(cells)} |'.replace('\n', ' '))
   wrong = [f'* {name}: {section["wrong"]}' for name, section in result['sections'].items() if section['wrong']]
   return '\n'.join([*lines, '', *(wrong or ['Nothing failed.'])]) + '\n'
@@ -685,7 +690,7 @@ def drive(args: argparse.Namespace, work: Path) -> int:
         break  # no GPU
   print(table(result))
   wrong = {name: section['wrong'] for name, section in result['sections'].items() if section['wrong']}
-  skipped = [each['skipped'] for s in result['sections'].values() for each in s['rows'] if 'skipped' in each]
+  skipped = [entry['skipped'] for s in result['sections'].values() for entry in s['rows'] if 'skipped' in entry]
   if args.write_plans and not wrong:
     kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
     kept[args.target] = result['sections']['plan']['rows']
@@ -714,8 +719,8 @@ def main() -> int:
   if args.section:
     size, rows = sizes(args.tiny), []
     size.target = args.target
-    for each in RUN[args.section](size):
-      rows.append(each)
+    for entry in RUN[args.section](size):
+      rows.append(entry)
       args.to.write_text(json.dumps(rows), encoding='utf-8')  # whatever happens to the next
     return 0
   with tempfile.TemporaryDirectory(prefix='gpu_check.') as work:

@@ -36,20 +36,20 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
 
 
 def plan_rows(plans: dict[str, dict[str, Any]]) -> list[list[Any]]:
-  """Returns a row per experiment: what a step is, then the memory and time of its golden plan."""
+  """Returns a row per experiment: its step, then the memory and time of its golden plan."""
   rows = []
-  for name, given in plans.items():
+  for name, facts in plans.items():
     plan = json.loads((PLANS / f'{name}.json').read_text(encoding='utf-8'))
     memory, limit, seconds = plan['peak_bytes'], plan['hbm_bytes'], plan['predicted_step_s']
     row = [
       f'`{name}`',
       plan['target'],
-      given['tokens'],
+      facts['tokens'],
       f'{memory / 1e9:.1f} GB',
       f'{memory / limit:.0%}',
       f'{seconds:.2f} s',
     ]
-    rows.append(row + [given[key] for key in given if key != 'tokens'])
+    rows.append(row + [facts[key] for key in facts if key != 'tokens'])
   return rows
 
 

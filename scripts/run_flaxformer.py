@@ -72,8 +72,8 @@ def run(name):
     return total, (y, values)
 
   gradients, (y, values) = jax.grad(loss, has_aux=True)(arrays)
-  found = {'y': y} | values | {f'd_{part}': digest(gradient) for part, gradient in gradients.items()}
-  return {f'{name}/{part}': np.asarray(value, np.float32) for part, value in found.items()}
+  results = {'y': y} | values | {f'd_{part}': digest(gradient) for part, gradient in gradients.items()}
+  return {f'{name}/{part}': np.asarray(value, np.float32) for part, value in results.items()}
 
 
 def main():
@@ -81,10 +81,10 @@ def main():
   sys.path[:0] = [source, str(ROOT / 'tests/layers/moe')]
   from flaxformer_cases import CASES
 
-  found = {}
+  results = {}
   for name in CASES:
-    found |= run(name)
-  np.savez_compressed(out, **found)
+    results |= run(name)
+  np.savez_compressed(out, **results)
   print(f'{len(CASES)} cases, {pathlib.Path(out).stat().st_size} bytes')
 
 

@@ -130,25 +130,27 @@ def make_layer(case, arrays):
   flat = lambda array: torch.tensor(array.reshape(-1, dim))
   if case.kind in ('ffn', 'glu'):
     layer = (FFN if case.kind == 'ffn' else GLU)(args)
-    found = {'w1': layer.w1, 'w2': layer.w2} | ({'v1': layer.v1} if case.kind == 'glu' else {})
-    values = {name: torch.tensor(arrays[name][0] if name == 'w2' else arrays[name][0].T) for name in found}
+    parameters = {'w1': layer.w1, 'w2': layer.w2} | ({'v1': layer.v1} if case.kind == 'glu' else {})
+    values = {name: torch.tensor(arrays[name][0] if name == 'w2' else arrays[name][0].T) for name in parameters}
   else:
     layer = (MoE if case.kind == 'moe' else dMoE)(args)
     mlp, experts = layer.experts.mlp, layer.experts
-    found = {'router': layer.router.layer.weight, 'w1': mlp.w1, 'w2': mlp.w2, 'bias': experts.bias}
-    found |= {'v1': mlp.v1} if case.is_gated else {}
-    values = {name: flat(arrays[name]) for name in found if name != 'bias'} | {'bias': torch.tensor(arrays['bias'])}
+    parameters = {'router': layer.router.layer.weight, 'w1': mlp.w1, 'w2': mlp.w2, 'bias': experts.bias}
+    parameters |= {'v1': mlp.v1} if case.is_gated else {}
+    values = {name: flat(arrays[name]) for name in parameters if name != 'bias'} | {
+      'bias': torch.tensor(arrays['bias'])
+    }
     if case.kind == 'moe':
       values |= {'w1': torch.tensor(arrays['w1'].swapaxes(1, 2)), 'w2': torch.tensor(arrays['w2'])}
     if layer.shared_expert is not None:
       for name in ('up', 'down'):
         projection = getattr(layer.shared_expert, f'{name}_proj')
-        found |= {name: projection.weight, f'{name}_bias': projection.bias}
+        parameters |= {name: projection.weight, f'{name}_bias': projection.bias}
         values |= {part: torch.tensor(arrays[part]) for part in (name, f'{name}_bias')}
   with torch.no_grad():
-    for name, parameter in found.items():
+    for name, parameter in parameters.items():
       parameter.copy_(values[name])
-  return args, layer, found
+  return args, layer, parameters
 
 
 def sparse_layer(case, arrays):
@@ -185,19 +187,19 @@ def run(name, case):
   if case.layer:
     torch.testing.assert_close(sparse_layer(case, arrays)(x), y)  # what MegaBlocks' own test asserts
   loss = (y * torch.tensor(arrays['cotangent'])).sum()
-  found = {'y': y}
+  results = {'y': y}
   if case.kind in ('moe', 'dmoe'):
     losses = [batched_load_balancing_loss(args), batched_router_zloss(args).sum()]
-    loss, found['losses'] = loss + sum(losses), torch.stack(losses)
+    loss, results['losses'] = loss + sum(losses), torch.stack(losses)
   loss.backward()
   for part, parameter in {'x': x, **parameters}.items():
     gradient = parameter.grad.numpy()
     if part in ('w1', 'v1') and case.kind != 'dmoe':
       gradient = gradient.swapaxes(-1, -2)
-    found[f'd_{part}'] = digest(gradient)
+    results[f'd_{part}'] = digest(gradient)
   return {
     f'{name}/{part}': np.asarray(value.detach() if hasattr(value, 'detach') else value, np.float32)
-    for part, value in found.items()
+    for part, value in results.items()
   }
 
 
@@ -206,10 +208,10 @@ def main():
   install(source)
   from megablocks_cases import CASES
 
-  found = {}
+  results = {}
   for name, case in CASES.items():
-    found |= run(name, case)
-  np.savez_compressed(out, **found)
+    results |= run(name, case)
+  np.savez_compressed(out, **results)
   print(f'{len(CASES)} cases, {pathlib.Path(out).stat().st_size} bytes')
 
 

@@ -267,7 +267,7 @@ def train(model, make_state, batch, rate, steps, partitioner=None):
 def decode(model, c, params, batch):
   """Scores, greedy and beam search (4, alpha 0.6) of the rows as single texts."""
   rows = {name: x for name, x in batch.items() if not name.endswith(('_segment_ids', '_positions'))}
-  found = {'score_batch': np.asarray(jax.jit(model.score_batch)(params, rows)).tolist()}
+  results = {'score_batch': np.asarray(jax.jit(model.score_batch)(params, rows)).tolist()}
   # rescale_log_probs: greedy's scores are log probabilities then.
   searches = {'greedy': (decoding.temperature_sample, 1, {'topk': 1, 'rescale_log_probs': False})}
   searches['beam_4_alpha_0.6'] = decoding.beam_search, 4, {'alpha': 0.6}
@@ -282,8 +282,8 @@ def decode(model, c, params, batch):
     scores = scores['scores']
     if width == 1:
       tokens, scores = tokens[:, 0], scores[:, 0]
-    found[name] = {'tokens': tokens.tolist(), 'scores': scores.tolist()}
-  return found
+    results[name] = {'tokens': tokens.tolist(), 'scores': scores.tolist()}
+  return results
 
 
 def run(name, directory):
@@ -324,8 +324,8 @@ def run(name, directory):
   texts = {'initial_grads': {'loss': float(loss), 'norms': norms}, 'curves': curves, 'config': settings}
   if 'encoder_input_tokens' in batch or 'decoder_causal_attention' in batch:
     texts['decoded'] = decode(model, c, state.params, batch)
-  for each, contents in texts.items():
-    (directory / f'{each}.json').write_text(json.dumps(contents, indent=1))
+  for name, contents in texts.items():
+    (directory / f'{name}.json').write_text(json.dumps(contents, indent=1))
   np.savez(directory / 'weights_step_1.npz', **first)
   np.savez(directory / 'final_weights.npz', **final)
   checkpointer = checkpoints.Checkpointer(state, partitioner, str(directory))

@@ -48,7 +48,7 @@ def rollouts() -> dict[str, np.ndarray]:
 
 
 class Given(torch.nn.Module):
-  """What TRL's fused head takes for a model: its hidden states are the given logits, and its head changes nothing."""
+  """A model for TRL's fused head, whose hidden states are the input logits and whose head is the identity."""
 
   def __init__(self, logits: torch.Tensor):
     super().__init__()
@@ -77,15 +77,15 @@ def log_probs_of(logits: torch.Tensor, labels: torch.Tensor, temperature: float)
 def loss_of(
   batch: dict[str, np.ndarray], method: str, kl_weight: float, temperature: float = 1.0
 ) -> tuple[float, np.ndarray]:
-  """TRL's loss and its gradient by the logits; with a KL weight the sampler's ratio is capped too."""
+  """Returns TRL's loss and its gradient by the logits; with a KL weight the sampler's ratio is capped as well."""
   logits = torch.tensor(batch['logits'], dtype=torch.float64, requires_grad=True)
   rows, columns = slice(0, B - 1), slice(START, START + MAX_TOKENS)  # TRL has no rows without a completion
 
-  def given(name: str) -> torch.Tensor:
+  def tensor(name: str) -> torch.Tensor:
     return torch.tensor(batch[name][rows, columns]).double()
 
-  mask, labels = given('weights'), given('labels').long()
-  old, sampler = given('old_log_probs'), given('sampler_log_probs')
+  mask, labels = tensor('weights'), tensor('labels').long()
+  old, sampler = tensor('old_log_probs'), tensor('sampler_log_probs')
   inputs = {
     'prompt_ids': labels[:, :0],
     'prompt_mask': labels[:, :0],
@@ -94,7 +94,7 @@ def loss_of(
     'advantages': torch.tensor(batch['advantages'][rows]).double(),
     'old_per_token_logps': old,
     'old_logps': (old * mask).sum(1),
-    'ref_per_token_logps': given('reference_log_probs'),
+    'ref_per_token_logps': tensor('reference_log_probs'),
     'importance_sampling_ratio': (old - sampler).exp().clamp(max=CAP),
     'num_items_in_batch': mask.sum(),
   }

@@ -101,7 +101,7 @@ def kto(batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float, good
     _total_train_tokens=0,
   )
   trainer._compute_kl_logps = lambda model, batch: KTOTrainer._compute_kl_logps(trainer, model, batch)
-  given = {
+  inputs = {
     'input_ids': own.ids,
     'attention_mask': own.is_text,
     'completion_mask': own.is_answer,
@@ -114,7 +114,7 @@ def kto(batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float, good
   }
   # Its `.to(device)` may make copies, by which the model could not tell the two calls apart.
   assert own.ids.to('cpu') is own.ids
-  return KTOTrainer._compute_loss(trainer, model, given, False)
+  return KTOTrainer._compute_loss(trainer, model, inputs, False)
 
 
 def orpo(batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float) -> torch.Tensor:
@@ -141,8 +141,8 @@ def orpo(batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float) -> 
     concatenated_inputs=lambda *_, **__: concatenated,
     get_batch_logps=ORPOTrainer.get_batch_logps,
   )
-  trainer.odds_ratio_loss = lambda *given: ORPOTrainer.odds_ratio_loss(trainer, *given)
-  trainer.concatenated_forward = lambda *given: ORPOTrainer.concatenated_forward(trainer, *given)
+  trainer.odds_ratio_loss = lambda *args: ORPOTrainer.odds_ratio_loss(trainer, *args)
+  trainer.concatenated_forward = lambda *args: ORPOTrainer.concatenated_forward(trainer, *args)
   labels = {'chosen_labels': sides[0].ids}
   model = lambda *_, **__: SimpleNamespace(logits=joined('logits'))
   return ORPOTrainer.get_batch_loss_metrics(trainer, model, labels)[0]
@@ -164,10 +164,10 @@ def distillation(
   teacher, is_answer = torch.tensor(batch['teacher_logits']).double(), torch.tensor(batch['weights']) > 0
   labels = torch.where(is_answer, torch.tensor(batch['labels']).long(), -100)
   if top_k:
-    found, ids = teacher.log_softmax(-1).topk(top_k)
-    both = [logits.log_softmax(-1).gather(-1, ids), found]
+    teacher_logprobs, ids = teacher.log_softmax(-1).topk(top_k)
+    both = [logits.log_softmax(-1).gather(-1, ids), teacher_logprobs]
     with_rest = server_distillation_trainer._add_tail_bucket
-    (student, mask), (known, _) = (with_rest(each, torch.ones_like(each, dtype=torch.bool)) for each in both)
+    (student, mask), (known, _) = (with_rest(x, torch.ones_like(x, dtype=torch.bool)) for x in both)
     per_token = server_distillation_trainer._jsd_divergence(student, known, beta, mask)
     return per_token.sum(-1)[is_answer].mean()
   loss = GKDTrainer.generalized_jsd_loss(logits, teacher, labels=labels, beta=beta, temperature=temperature)
@@ -179,26 +179,26 @@ CENTER_WEIGHT, SCALE = 0.01, 20.0
 
 
 def texts(batch: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
-  """The row and the last column of every segment, those of a pair one after the other."""
+  """Returns the row and the last column of every segment, with the segments of a pair next to each other."""
   columns = [(row, np.flatnonzero(batch['segment_ids'][row] == s)) for row in range(B) for s in range(1, 5)]
-  return [(row, int(each[-1])) for row, each in columns if each.size]
+  return [(row, int(positions[-1])) for row, positions in columns if positions.size]
 
 
 def scores(name: str, batch: Mapping[str, np.ndarray], logits: torch.Tensor) -> torch.Tensor:
   """Losses on what is at the last token of every segment."""
   rows, columns = zip(*texts(batch), strict=True)
-  found, targets = logits[rows, columns], torch.tensor(batch['targets'][rows, columns]).double()
+  values, targets = logits[rows, columns], torch.tensor(batch['targets'][rows, columns]).double()
   config = SimpleNamespace(num_labels=V, problem_type=None)
   if name == 'classification':
-    return ForSequenceClassificationLoss(targets.long(), found, config)
+    return ForSequenceClassificationLoss(targets.long(), values, config)
   if name == 'regression':
     config = SimpleNamespace(num_labels=1, problem_type='regression')
-    return ForSequenceClassificationLoss(targets, found[:, :1], config)
+    return ForSequenceClassificationLoss(targets, values[:, :1], config)
   if name == 'contrastive':  # as MultipleNegativesRankingLoss of sentence-transformers; the first pair of a row
     first = [n for n, (row, _) in enumerate(texts(batch)) if row not in rows[:n]]
-    cosine = torch.nn.functional.cosine_similarity(found[first][:, None], found[[n + 1 for n in first]][None], dim=-1)
+    cosine = torch.nn.functional.cosine_similarity(values[first][:, None], values[[n + 1 for n in first]][None], dim=-1)
     return torch.nn.functional.cross_entropy(SCALE * cosine, torch.arange(len(first)))
-  rewards = torch.cat([found[0::2, :1], found[1::2, :1]])
+  rewards = torch.cat([values[0::2, :1], values[1::2, :1]])
   trainer = SimpleNamespace(
     model=SimpleNamespace(training=False),
     accelerator=ACCELERATOR,
@@ -206,8 +206,8 @@ def scores(name: str, batch: Mapping[str, np.ndarray], logits: torch.Tensor) -> 
     _metrics=defaultdict(lambda: defaultdict(list)),
     _total_train_tokens=0,
   )
-  given = {'margin': targets[0::2]} if name == 'bradley_terry' else {}
-  return RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=rewards), given)
+  inputs = {'margin': targets[0::2]} if name == 'bradley_terry' else {}
+  return RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=rewards), inputs)
 
 
 def main() -> None:

@@ -73,17 +73,17 @@ def time_refusals(address: Address, body: dict[str, Any], is_over: threading.Eve
 
 
 def main() -> None:
-  given = json.load(sys.stdin)
-  host, port = given['address']
+  settings = json.load(sys.stdin)
+  host, port = settings['address']
   is_over, refused = threading.Event(), []
   cpu, began = time.process_time(), time.perf_counter()
-  socks = [post((host, port), body) for body in given['bodies']]
-  if given['extra']:
-    thread = threading.Thread(target=lambda: refused.extend(time_refusals((host, port), given['extra'], is_over)))
+  socks = [post((host, port), body) for body in settings['bodies']]
+  if settings['extra']:
+    thread = threading.Thread(target=lambda: refused.extend(time_refusals((host, port), settings['extra'], is_over)))
     thread.start()
   times = read_streams(socks, began)
   is_over.set()
-  if given['extra']:
+  if settings['extra']:
     thread.join()
   print(json.dumps({'times': times, 'refused': refused, 'cpu_seconds': time.process_time() - cpu}))
 

@@ -58,10 +58,10 @@ class Base(DenseLanguageModel):
     return fdl.Config(BpeTokenizer, path=f'{self.directory}/tokenizer.json')
 
   def train_input(self):
-    given = super().train_input()
-    given.source = fdl.Config(JsonLines, pattern=f'{self.directory}/texts.jsonl')
-    given.packing = False
-    return given
+    train_input = super().train_input()
+    train_input.source = fdl.Config(JsonLines, pattern=f'{self.directory}/texts.jsonl')
+    train_input.packing = False
+    return train_input
 
   def eval_inputs(self):
     return {}

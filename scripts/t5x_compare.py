@@ -192,8 +192,8 @@ class Case:
 class Comparison:
   """One mesh's numbers against T5X's."""
 
-  def __init__(self, case: Case, num_devices: int, found: dict[str, Any]):
-    self.case, self.found = case, found
+  def __init__(self, case: Case, num_devices: int, report: dict[str, Any]):
+    self.case, self.report = case, report
     devices = np.array(jax.devices()[:num_devices]).reshape(1, -1, 2 if num_devices > 1 else 1)
     mesh = jax.sharding.Mesh(devices, ('replica', 'data', 'mdl'))
     self.spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in case.batch.items()}
@@ -206,8 +206,8 @@ class Comparison:
   def note(self, name: str, difference: float) -> None:
     """Keeps the worst of a number."""
     worse = min if name in (*SHARES, 'checkpoint') else max
-    old = self.found.get(name)
-    self.found[name] = float(difference if old is None else worse(old, difference))
+    old = self.report.get(name)
+    self.report[name] = float(difference if old is None else worse(old, difference))
     print(f'{self.model.mesh.size} devices: {name} {difference:.3g}', flush=True)
 
   def state_of(self, weights: dict[str, np.ndarray]) -> Any:
@@ -341,11 +341,11 @@ class Comparison:
 
   def unsigned_elements(self) -> list[Element]:
     """Returns the elements of the first gradient whose sign rounding decides, the smallest first, three at most."""
-    found = []
+    elements = []
     for name, gradient in self.first_gradients.items():
       size = np.sqrt(np.mean(np.square(gradient)))
-      found += [(abs(gradient[index]) / size, name, index) for index in zip(*np.nonzero(_is_unsigned(gradient)))]
-    return [(name, index) for _, name, index in sorted(found)[:3]]
+      elements += [(abs(gradient[index]) / size, name, index) for index in zip(*np.nonzero(_is_unsigned(gradient)))]
+    return [(name, index) for _, name, index in sorted(elements)[:3]]
 
   def train_turned(self, want: np.ndarray) -> tuple[Any, np.ndarray] | None:
     """Trains with first updates of `unsigned_elements` turned, until a choice agrees in all; None if none does."""
@@ -354,10 +354,10 @@ class Comparison:
       for turned in itertools.combinations(elements, number):
         state, losses = self.train(turned=turned)
         if np.max([*np.abs(losses / want - 1), *self.weight_differences(state).values()]) <= TOLERANCE:
-          found = self.found.setdefault('undetermined', {}).setdefault(f'{self.model.mesh.size} devices', {})
+          undetermined = self.report.setdefault('undetermined', {}).setdefault(f'{self.model.mesh.size} devices', {})
           for name, index in turned:
             gradient, place = self.first_gradients[name], f'{name}{[*map(int, index)]}'
-            found[place] = [float(gradient[index]), float(np.sqrt(np.mean(np.square(gradient))))]
+            undetermined[place] = [float(gradient[index]), float(np.sqrt(np.mean(np.square(gradient))))]
             print(f'{self.model.mesh.size} devices: rounding decides the sign of the first gradient of {place}')
           return state, losses
     return None
@@ -365,7 +365,7 @@ class Comparison:
   def compare_training(self) -> None:
     """Compares the losses of all steps, and the last weights."""
     state, losses = self.train()
-    want = np.array([each['loss'] for each in self.case.json('curves')['1 device']['curve']])
+    want = np.array([point['loss'] for point in self.case.json('curves')['1 device']['curve']])
     differences = {f'loss {i}': float(d) for i, d in enumerate(np.abs(losses / want - 1))}
     weights = self.weight_differences(state)
     undetermined: Collection[str] = ()
@@ -390,8 +390,8 @@ class Comparison:
     """Returns and notes what differs by more than the tolerance, but no more than rounding explains."""
     names = [n for n, d in differences.items() if TOLERANCE < d <= 4 * spread[n] and spread[n] > TOLERANCE]
     for name in names:
-      found = self.found.setdefault('undetermined', {}).setdefault(f'{self.model.mesh.size} devices', {})
-      found[name] = [differences[name], spread[name]]
+      undetermined = self.report.setdefault('undetermined', {}).setdefault(f'{self.model.mesh.size} devices', {})
+      undetermined[name] = [differences[name], spread[name]]
       print(f'{self.model.mesh.size} devices: {name} differs by {differences[name]:.3g}, one ulp moves it by ', end='')
       print(f'{spread[name]:.3g}: float32 does not determine it', flush=True)
     return names
@@ -404,8 +404,8 @@ class Comparison:
     with tempfile.TemporaryDirectory() as directory:
       layout = Layout.of(self.case.final or {}, str(path))
       written = Path(write_state(directory, self.model.to_canonical(state), layout))
-      files = sorted(str(each.relative_to(path)) for each in path.rglob('*') if each.is_file())
-      ours = sorted(str(each.relative_to(written)) for each in written.rglob('*') if each.is_file())
+      files = sorted(str(file.relative_to(path)) for file in path.rglob('*') if file.is_file())
+      ours = sorted(str(file.relative_to(written)) for file in written.rglob('*') if file.is_file())
       same, _, _ = filecmp.cmpfiles(path, written, files, shallow=False)
       self.note('checkpoint', float(files == ours and len(same) == len(files) and written.name == path.name))
     return state
@@ -473,10 +473,10 @@ class Comparison:
       for i, texts in search(DecodeSteps(self.model, settings), state.variables, requests, decode=lambda ids: ''):
         for j, text in enumerate(texts):
           ours[i, -1 - j, : len(text.ids)] = text.ids
-          if requests[i].encoder_ids:  # padding before a text is no token; T5X leaves it where some models drew it
-            for found in (ours, tokens):
-              ids = np.trim_zeros(found[i, -1 - j], 'f')
-              found[i, -1 - j] = np.pad(ids, (0, found.shape[-1] - len(ids)))
+          if requests[i].encoder_ids:  # T5X keeps padding tokens that some models draw before a text
+            for side in (ours, tokens):
+              ids = np.trim_zeros(side[i, -1 - j], 'f')
+              side[i, -1 - j] = np.pad(ids, (0, side.shape[-1] - len(ids)))
       self.note('beam', float((ours == tokens).mean()))
 
 
@@ -525,9 +525,9 @@ def main(argv: list[str] | None = None) -> int:
   case = Case(args.case)
   pass_gradients_as_t5x()
   names = ('logits', 'gradients', 'steps', 'losses', 'final_weights', 'checkpoint', 'scores', *SHARES)
-  found: dict[str, Any] = dict.fromkeys(names)
+  report: dict[str, Any] = dict.fromkeys(names)
   for num_devices in args.num_devices:
-    comparison = Comparison(case, num_devices, found)
+    comparison = Comparison(case, num_devices, report)
     if case.initial is not None:
       comparison.compare_start(comparison.state_of(case.initial))
       if case.json('curves') is not None:
@@ -539,7 +539,7 @@ def main(argv: list[str] | None = None) -> int:
       comparison.compare_decoding(comparison.state_of(case.final))
   holds = all(
     value is None or (value == 1 if name in (*SHARES, 'checkpoint') else value <= TOLERANCE)
-    for name, value in found.items()
+    for name, value in report.items()
     if name != 'undetermined'
   )
   if unknown := case.unknown_keys():
@@ -547,8 +547,8 @@ def main(argv: list[str] | None = None) -> int:
       f'config.json has keys that are not read here: {", ".join(unknown)}; where numbers differ, say in task() what '
       'they set'
     )
-    found['unknown'], holds = unknown, holds and None not in (found['gradients'], found['losses'])
-  print(json.dumps(found))
+    report['unknown'], holds = unknown, holds and None not in (report['gradients'], report['losses'])
+  print(json.dumps(report))
   return 0 if holds else 1
 
 

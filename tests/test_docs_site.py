@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / 'scripts'))
 import docs_fields  # noqa: E402
 import docs_site  # noqa: E402
 
-FACES = docs_site.faces()
+PUBLIC = docs_site.public_packages()
 
 
 @pytest.fixture(scope='module')
@@ -26,47 +26,47 @@ def package() -> griffe.Module:
   return loaded
 
 
-@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
-def test_every_public_name_has_an_api_entry(face, package):
-  page = docs_site.api_page(face)
+@pytest.mark.parametrize('public', PUBLIC, ids=lambda public: public.name)
+def test_every_public_name_has_an_api_entry(public, package):
+  page = docs_site.api_page(public)
   entries = [line.removeprefix('::: ') for line in page.splitlines() if line.startswith('::: ')]
-  assert entries[0] == face.package
-  assert [entry.rpartition('.')[2] for entry in entries[1:]] == list(face.names)
+  assert entries[0] == public.name
+  assert [entry.rpartition('.')[2] for entry in entries[1:]] == list(public.names)
   for entry in entries[1:]:
     found = package[entry.removeprefix('spmd_tasks.')]
     if found.is_alias:
       found = found.final_target  # raises where the name leads nowhere
 
 
-@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
-def test_the_public_names_exist(face):
-  module = importlib.import_module(face.package)
+@pytest.mark.parametrize('public', PUBLIC, ids=lambda public: public.name)
+def test_the_public_names_exist(public):
+  module = importlib.import_module(public.name)
   if hasattr(module, '__path__'):
-    assert tuple(module.__all__) == face.names
-  if face.package != 'spmd_tasks.bridges.pax':  # its names import Paxml, see tests/bridges/pax/test_shims.py
-    assert [name for name in face.names if not hasattr(module, name)] == []
+    assert tuple(module.__all__) == public.names
+  if public.name != 'spmd_tasks.bridges.pax':  # its names import Paxml, see tests/bridges/pax/test_shims.py
+    assert [name for name in public.names if not hasattr(module, name)] == []
 
 
-PACKAGES = [face for face in FACES if face.package.rpartition('.')[2] not in docs_site.MODULES]
+PACKAGES = [public for public in PUBLIC if public.name.rpartition('.')[2] not in docs_site.MODULES]
 
 
 def test_at_most_250_names_are_promised():
-  assert sum(len(face.names) for face in PACKAGES) <= 250
+  assert sum(len(public.names) for public in PACKAGES) <= 250
 
 
-@pytest.mark.parametrize('face', PACKAGES, ids=lambda face: face.package)
-def test_a_package_explains_itself_in_under_25_lines(face):
-  assert 0 < len(face.docstring.splitlines()) < 25
+@pytest.mark.parametrize('public', PACKAGES, ids=lambda public: public.name)
+def test_a_package_explains_itself_in_under_25_lines(public):
+  assert 0 < len(public.docstring.splitlines()) < 25
 
 
 def test_public_classes_and_functions_have_docstrings(package):
   bare = []
-  for face in FACES:
-    for name in face.names:
-      found = package[docs_site.identifier(face.package, name).removeprefix('spmd_tasks.')]
+  for public in PUBLIC:
+    for name in public.names:
+      found = package[docs_site.identifier(public.name, name).removeprefix('spmd_tasks.')]
       found = found.final_target if found.is_alias else found
       if (found.is_class or found.is_function) and found.docstring is None:
-        bare.append(f'{face.package}.{name}')
+        bare.append(f'{public.name}.{name}')
   assert bare == []
 
 
