@@ -15,16 +15,16 @@
     print(model.generate(['import '], max_tokens=40))
 
 Read in this order: `experiment.py` (what a user subclasses), `recipes/` (bases), `main.py` (the binary), `config/`
-(names and overrides), `programs/` (train, eval, decode, serve), `runtime/` (partitioning and compiled steps), then
-`layers/`, `learning/`, `inputs/` and `sharding/`. A name below is imported when it is first used: `--list` stays fast.
+(names and overrides), `programs/` (train, eval, decode), `runtime/` (partitioning and compiled steps), then `layers/`,
+`learning/`, `inputs/` and `sharding/`. The names below are imported on first use, to keep `--list` fast.
 """
 
 import os
 
-TYPE_CHECKING = False  # that of typing, which takes a third of the time until the binary's first line
-# Both are looked at once. gs:// and s3:// are read by fsspec (stores.py), not by TensorFlow, which lacks both.
+TYPE_CHECKING = False  # as in typing, whose import takes a third of the time until the binary's first line
+# Libraries read these variables once, on import. etils reads gs:// and s3:// with fsspec (stores.py), not TensorFlow.
 os.environ.setdefault('EPATH_USE_TF', 'false')
-# Else gcsfs asks another service of Google's, with its own timeouts, what kind of bucket each one is.
+# Otherwise gcsfs asks another Google service, with its own timeouts, for the kind of each bucket.
 os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The command `spmd-tasks`, also `python -m spmd_tasks`: main.py, after an answer to Ctrl-C is set."""
+"""The command `spmd-tasks`, also `python -m spmd_tasks`: handles Ctrl-C, then runs main.py."""
 
 from spmd_tasks.interrupt import leave_on_sigint
 

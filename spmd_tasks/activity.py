@@ -1,11 +1,11 @@
-"""Says on stderr what this process is doing, while it does something that takes long and prints nothing itself.
+"""Prints to stderr what this process is doing during long work without progress of its own.
 
     set_activity('importing', say_now=True)
-    with doing('compiling the train step'):     # `12:00:05 compiling the train step ... 5 s`, again after 5 s more
+    with doing('compiling the train step'):     # `12:00:05 compiling the train step ... 5 s`, again every 4 s
       ...
     set_activity(None)                          # what follows prints its own progress
 
-The environment variable SPMD_TASKS_QUIET turns it off, as processes other than the first do.
+The environment variable SPMD_TASKS_QUIET turns it off. Only the first process of a job prints.
 """
 
 from collections.abc import Iterator
@@ -17,42 +17,42 @@ import time
 
 _FIRST_S, _PERIOD_S, _POLL_S = 1.5, 4.0, 0.25
 
-_activities: dict[object, tuple[str, float]] = {}  # what is being done and since when, the innermost last
-_BASE = 'base'  # the key of that of set_activity
-_last_s: float | None = None  # when something was said
+_activities: dict[object, tuple[str, float]] = {}  # (activity, start time), the innermost last
+_BASE = 'base'  # the key of the activity from set_activity
+_last_s: float | None = None  # when the last line was printed
 _thread: threading.Thread | None = None
 
 
 def silence() -> None:
-  """Says nothing from now on."""
+  """Stops the printing."""
   os.environ['SPMD_TASKS_QUIET'] = '1'
 
 
-def set_activity(what: str | None, *, say_now: bool = False) -> None:
-  """Sets what the process is doing wherever it is not within a `doing`; None: nothing to speak of."""
+def set_activity(activity: str | None, *, say_now: bool = False) -> None:
+  """Sets what the process is doing outside of any `doing`; None prints nothing."""
   _activities.pop(_BASE, None)
-  if what is not None:
-    _begin(_BASE, what)
+  if activity is not None:
+    _begin(_BASE, activity)
     if say_now and not _is_silent():
-      _say(what)
+      _say(activity)
 
 
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
-  """Context in which the process is doing `what`."""
+def doing(activity: str) -> Iterator[None]:
+  """Context manager or decorator around an activity."""
   key = object()
-  _begin(key, what)
+  _begin(key, activity)
   try:
     yield
   finally:
     del _activities[key]
 
 
-def _begin(key: object, what: str) -> None:
+def _begin(key: object, activity: str) -> None:
   global _thread
-  _activities[key] = what, time.monotonic()
-  if not _is_silent() and (_thread is None or not _thread.is_alive()):  # threads do not outlive a fork
-    _thread = threading.Thread(target=_tell, name='activity', daemon=True)
+  _activities[key] = activity, time.monotonic()
+  if not _is_silent() and (_thread is None or not _thread.is_alive()):  # a fork ends threads
+    _thread = threading.Thread(target=_say_periodically, name='activity', daemon=True)
     _thread.start()
 
 
@@ -60,26 +60,29 @@ def _is_silent() -> bool:
   return bool(os.environ.get('SPMD_TASKS_QUIET'))
 
 
-def _tell() -> None:
+def _say_periodically() -> None:
   busy_since = time.monotonic()
   while not _is_silent():
     now, current = time.monotonic(), _current()
-    busy_since = busy_since if current else now
-    for what, begun in current:
-      if now - max(busy_since, _last_s or 0.0) >= (_FIRST_S if _last_s is None else _PERIOD_S):
-        _say(f'{what} ... {now - begun:.0f} s')
+    if current is None:
+      busy_since = now
+    elif now - max(busy_since, _last_s or 0.0) >= (_FIRST_S if _last_s is None else _PERIOD_S):
+      activity, begun = current
+      _say(f'{activity} ... {now - begun:.0f} s')
     time.sleep(_POLL_S)
 
 
-def _current() -> list[tuple[str, float]]:
-  activities = list(_activities.items())
-  return [each for key, each in activities if key != _BASE][-1:] or [each for _, each in activities]
+def _current() -> tuple[str, float] | None:
+  """Returns the innermost `doing`, or else the activity from set_activity."""
+  activities = dict(_activities)  # a copy: another thread may change it
+  base = activities.pop(_BASE, None)
+  return next(reversed(activities.values()), base)
 
 
 def _say(text: str) -> None:
   global _last_s
   _last_s = time.monotonic()
   line, tqdm = f'{time.strftime("%H:%M:%S")} {text}', sys.modules.get('tqdm')
-  with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream that is full, closed or missing
-    tqdm.tqdm.write(line, file=sys.stderr) if tqdm else print(line, file=sys.stderr)  # above a bar, if there is one
+  with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream is full, closed or missing
+    tqdm.tqdm.write(line, file=sys.stderr) if tqdm else print(line, file=sys.stderr)  # above a progress bar
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""Command: the flags of one command of the binary, its experiment, and the job that they give.
+"""Command: resolves the flags of one command of the binary to an experiment and a job.
 
-    def run(command: Command) -> int:                    # what a Mode names, see extensions.py
+    def run(command: Command) -> int:                    # the `run` of a Mode, see extensions.py
       with command.open_job() as opened:                 # processes connected, configs compared, experiment built
         return census(opened.job, opened.directory, step=command.flags.checkpoint_step)
 
-A mode that builds an experiment more than once, or for absent devices, calls `command.resolve` instead.
+A mode that builds an experiment more than once, or for devices of another machine, calls `command.resolve` instead.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from spmd_tasks.runtime.origin import Base
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenJob:
-  """A job that a mode can run: this process is connected to the others, and all have the same config."""
+  """A job that is ready to run: the processes are connected and have the same config."""
 
   job: Job
-  directory: epath.Path  # the job's; for a model without a job, a temporary one for reports
-  config: Mapping[str, Any]  # what config.json will hold
-  emergency: EmergencyExit  # ends this process and tells the others when it fails
-  begun: float  # when the job's command was started, in seconds since the epoch
+  directory: epath.Path  # the job_log_dir; for a model without a job, a temporary directory for reports
+  config: Mapping[str, Any]  # the content of config.json
+  emergency: EmergencyExit  # ends this process on a failure and tells the others
+  begun: float  # when the command was started, in seconds since the epoch
 
   def load_draft(self, model: Any) -> Any:
     """See loading.load_draft."""
@@ -57,9 +57,12 @@ class OpenJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-  """The flags of a command, its mode's name ('' of --print_config), and when it began.
+  """The flags of a command.
 
-  `called` is the `time.monotonic()` of a call from Python; None: the process was started for this command.
+  Attributes:
+    flags: the parsed flags.
+    mode: the name of the mode; '' for --print_config.
+    called: the `time.monotonic()` of a call from Python; None if the process was started for this command.
   """
 
   flags: argparse.Namespace
@@ -68,21 +71,21 @@ class Command:
 
   @property
   def overrides(self) -> list[str]:
-    """The user's overrides, `path=value`."""
+    """The user's overrides, as `path=value`."""
     return overrides_of(self.flags)
 
   def identity(self) -> list[str]:
     """Returns the flags of the experiment and its overrides, for another command about the same experiment."""
     flags = self.flags
     if flags.exp is not None:
-      named = ['--exp', flags.exp]
+      words = ['--exp', flags.exp]
     else:
-      named = ['--config', flags.config or f'{flags.job_log_dir}/config.json']
-    named += [flag for directory in flags.experiment_path for flag in ('--experiment_path', directory)]
-    return named + [flag for override in self.overrides for flag in ('--set', override)]
+      words = ['--config', flags.config or f'{flags.job_log_dir}/config.json']
+    words += [word for directory in flags.experiment_path for word in ('--experiment_path', directory)]
+    return words + [word for override in self.overrides for word in ('--set', override)]
 
   def use_fake_devices(self, default: int | None = None) -> int | None:
-    """Gives this process --num_fake_devices, or a default number, of fake devices; returns how many."""
+    """Replaces the devices by --num_fake_devices, or else `default`, fake devices; returns their number, or None."""
     num_devices = default if self.flags.num_fake_devices is None else self.flags.num_fake_devices
     if num_devices is not None:
       use_fake_devices(num_devices)
@@ -91,30 +94,30 @@ class Command:
   def resolve(
     self, before: Sequence[str] = (), after: Sequence[str] = (), prepare: Prepare | None = None
   ) -> ResolvedConfig:
-    """Resolves the experiment that the flags name: a class, a saved config, or the config of the job in --job_log_dir.
+    """Resolves the experiment: a class, a saved config, or the config in --job_log_dir.
 
     Args:
-      before, after: overrides before and after the user's.
+      before, after: overrides that are applied before and after the user's.
       prepare: called with the experiment before its parts are built.
 
-    Raises a UserError: no experiment is named, or its config is wrong.
+    Raises a UserError: the flags name no experiment, or its config is wrong.
     """
     flags, overrides, path = self.flags, [*before, *self.overrides, *after], self.flags.config
     if flags.exp is not None:
       if path is not None:
-        raise UserError('--exp and --config both name an experiment: give one of them.')
+        raise UserError('--exp and --config both name an experiment: give only one of them.')
       return resolve(flags.exp, overrides, prepare, flags.experiment_path)
     if path is None:
       if not flags.job_log_dir:
         raise UserError(
-          'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
-          '--job_log_dir of a job that has begun.'
+          'the command names no experiment: give --exp NAME (--list shows the registered names), --config FILE, or the '
+          '--job_log_dir of an earlier job.'
         )
       path = absolute_path(flags.job_log_dir) / 'config.json'
       if is_missing(path):
         raise UserError(
-          f'{path} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
-          '(--list shows the registered names).'
+          f'{path} does not exist, so there is no job to continue: correct --job_log_dir, or start a job with --exp '
+          'NAME (--list shows the registered names).'
         )
     from spmd_tasks.config.from_saved import from_json
     from spmd_tasks.config.saved_config import read_saved_config
@@ -123,9 +126,9 @@ class Command:
 
   @contextlib.contextmanager
   def open_job(self) -> Iterator[OpenJob]:
-    """Connects the processes, resolves and builds the experiment, and compares its config with the directory's.
+    """Connects the processes, builds the experiment, and compares its config with the config in the directory.
 
-    Raises a UserError: the config is wrong, differs between processes, or is not the one that the job began with.
+    Raises a UserError: the config is wrong, or differs from another process's or from the config of the job.
     """
 
     def connect(experiment: Experiment) -> None:
@@ -134,13 +137,13 @@ class Command:
 
         if not is_primary():
           silence()
-        emergency.watch_departures()
+        emergency.watch_peers()
         self._compare('flags and environment', common_flags(self.flags, all_modes()) | process_environment())
 
     self.use_fake_devices()
     emergency = EmergencyExit()
     with emergency.on_failure(), refuse_exit(), backend_errors(), contextlib.ExitStack() as stack:
-      # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
+      # The processes are connected first, as the experiment's inputs may ask JAX for its devices.
       try:
         resolved = self.resolve(prepare=connect)
       except Exception as error:
@@ -150,7 +153,7 @@ class Command:
           report_absence(settings, str(error))
         raise
       directory = self._directory(resolved.experiment, stack)
-      self._keep_programs(directory)
+      self._set_compilation_cache(directory)
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
       if jax.distributed.is_initialized():
@@ -168,38 +171,38 @@ class Command:
       begun = process_start_time() if self.called is None else since_epoch(self.called)
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=begun)
 
-  def _compare(self, topic: str, values: Mapping[str, Any], **how: Any) -> None:
+  def _compare(self, topic: str, values: Mapping[str, Any], **options: Any) -> None:
     from spmd_tasks.distributed.comparison import refuse_differences
 
-    refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **how)
+    refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **options)
 
-  def _keep_programs(self, directory: epath.Path) -> None:
+  def _set_compilation_cache(self, directory: epath.Path) -> None:
     """Sets the directory of JAX's compilation cache: --compilation_cache, or the job's own on accelerators."""
-    asked, own = self.flags.compilation_cache, 'jax_compilation_cache_dir'
-    if asked == 'none':
+    setting = 'jax_compilation_cache_dir'
+    if self.flags.compilation_cache == 'none':
       jax.config.update('jax_enable_compilation_cache', False)
       return
-    path = absolute_path(asked) if asked else None
+    path = absolute_path(self.flags.compilation_cache) if self.flags.compilation_cache else None
     if path is None and self.flags.job_log_dir and jax.default_backend() != 'cpu':
-      # Process 0 decides for all: they compile together, so none may read a program that others do not.
+      # Process 0 decides for all: if only some processes read a cached program, the others would compile alone.
       def decide() -> str:
         from spmd_tasks.programs.compiled_programs import programs_directory
 
-        return '' if getattr(jax.config, own) else os.fspath(programs_directory(directory) or '')
+        return '' if getattr(jax.config, setting) else os.fspath(programs_directory(directory) or '')
 
-      kept = primary_decides(decide, 'compiled programs', limit_s=LOOK_LIMIT_S)
-      path = epath.Path(kept) if kept and not getattr(jax.config, own) else None
+      cache = primary_decides(decide, 'compiled programs', limit_s=LOOK_LIMIT_S)
+      path = epath.Path(cache) if cache and not getattr(jax.config, setting) else None
     if path is not None:
       if is_remote(path):
         from spmd_tasks.store_files import mirror
 
         path = mirror(path)
       elif path.exists() and not path.is_dir():
-        raise UserError(f'--compilation_cache {path} is not a directory: name another one, or none.')
-      jax.config.update(own, str(path))
+        raise UserError(f'--compilation_cache {path} is not a directory: give another path, or none.')
+      jax.config.update(setting, str(path))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
-    """Returns the job's directory; for a model without a job, a temporary one for reports, which `stack` removes."""
+    """Returns the job_log_dir; for a model without a job, a temporary directory for reports, which `stack` removes."""
     if self.flags.job_log_dir:
       directory = absolute_path(self.flags.job_log_dir)
       stay_inside(directory)

@@ -1,11 +1,11 @@
-"""The errors that the binary answers in one sentence; every other exception keeps its traceback.
+"""Errors that the binary prints as one sentence, without a traceback; any other exception has one.
 
     raise UserError(f'num_slots={num_slots} must be at least 1.')       # the value, the constraint, the remedy
 
-    with naming_own_code('the loss'):                                   # so are errors of an experiment's own code
+    with naming_own_code('the loss'):                                   # turns an error of the user's own code into one
       loss(predictions, batch)
 
-Experiments and other packages may raise them too.
+Experiments and other packages may raise them as well.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,23 +15,23 @@ from spmd_tasks import exit_codes
 
 
 class UserError(ValueError):
-  """A value that the user gave cannot be used; the message states the value, the constraint and the remedy."""
+  """A user's value cannot be used; the message states the value, the constraint and the remedy."""
 
 
 class JobError(RuntimeError):
-  """A job that ran cannot go on; the message states why, and what to do."""
+  """A running job cannot continue; the message states why, and the remedy."""
 
   exit_code = exit_codes.FAILED
 
 
 class ExitError(JobError):
-  """The experiment's own code, or a library that it uses, has called sys.exit: the job is not finished."""
+  """The experiment's own code, or a library, has called sys.exit before the job was finished."""
 
   exit_code = exit_codes.EXITED
 
 
 def user_error_code(error: BaseException) -> int | None:
-  """The exit code of an error that is a sentence for the user; None for any other error, which is a bug."""
+  """Returns the exit code of a UserError or JobError; None for any other error, which is a bug."""
   if isinstance(error, JobError):
     return error.exit_code
   return exit_codes.USAGE if isinstance(error, UserError) else None
@@ -39,7 +39,7 @@ def user_error_code(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def refuse_exit() -> Iterator[None]:
-  """Turns sys.exit into an ExitError that says where it was called: its code is not that of the job."""
+  """Turns sys.exit into an ExitError that says where it was called, as its code is not the job's."""
   try:
     yield
   except SystemExit as error:
@@ -47,8 +47,7 @@ def refuse_exit() -> Iterator[None]:
 
     raise ExitError(
       f'sys.exit({"" if error.code is None else repr(error.code)[:200]}) was called ({place_of_error(error)}) before '
-      'the end of the command: return, or raise an exception that says what is wrong. Checkpoints that were complete '
-      'before are intact.'
+      'the end of the command: return, or raise an exception that says what is wrong. Complete checkpoints are intact.'
     ) from error
 
 
@@ -56,13 +55,13 @@ def refuse_exit() -> Iterator[None]:
 def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None) -> Iterator[None]:
   """Turns an error of an experiment's own code into a UserError with the error, its file and its line.
 
-  Every other error keeps its traceback; with JAX_TRACEBACK_FILTERING=off so does that of own code.
+  Other errors keep their traceback, and so do all errors with JAX_TRACEBACK_FILTERING=off.
 
   Args:
-    what: is computed in the context.
-    keys: of the batch, which the sentence lists where a key is wrong or the dict was taken for an array.
-    part: is called in the context; if it is the experiment's own, so are errors that come from a library alone, and the
-      sentence says where it is defined.
+    what: what the body computes, for the message.
+    keys: the keys of the batch, for errors about a wrong key or a dict that was used as an array.
+    part: the object that the body calls. If the experiment's code defines it, errors raised in a library count as the
+      experiment's own, and the message says where the object is defined.
   """
   try:
     yield
@@ -78,5 +77,5 @@ def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None)
 
 
 def is_own(part: object) -> bool:
-  """Whether an object, such as a loss, is of an experiment's own code rather than of this package."""
+  """Returns whether an object, such as a loss, is defined outside of this package."""
   return not type(part).__module__.startswith('spmd_tasks.')

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
   from spmd_tasks.inputs import ChatTemplate
 
 _MAX_TIMEOUT_S = 31_536_000
-MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
+MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # filled from a mesh layout
 
 DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
   {f'map_{ndim}d': ('batch', *[None] * (ndim - 1)) for ndim in range(1, 6)}
@@ -55,15 +55,15 @@ DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
 class Experiment(FrozenFields, abc.ABC):
   """Everything that defines a job: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
 
-  Intervals are in train steps, or a time for checkpoints, and None means never (a checkpoint is always written at the
-  end). Other times are in seconds.
+  Intervals are in train steps (checkpoints may have a time), and None means never. A checkpoint is always saved at the
+  end. Times are in seconds.
 
   Raises (on construction):
-    UserError: a field has a value that does not fit; the message names it.
+    UserError: a field has an invalid value; the message names it.
   """
 
-  # The fields that name the job whose checkpoint `init_from_step` a new job starts from.
-  _names_of_start: ClassVar[tuple[str, ...]] = ('init_from',)
+  # The fields that may name the job that `init_from_step` refers to.
+  _origin_fields: ClassVar[tuple[str, ...]] = ('init_from',)
   _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({'checkpoint_every_steps': 'checkpoint_every'})
   _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType(
     {
@@ -71,76 +71,76 @@ class Experiment(FrozenFields, abc.ABC):
       'tpu_options': 'define the method tpu_options(), or set the environment variable LIBTPU_INIT_ARGS',
       'heartbeat_timeout_s': 'give the flag --heartbeat_timeout_s',
       'shutdown_timeout_s': 'give the flag --shutdown_timeout_s',
-      'tensorboard': "set trackers, which is ('tensorboard',) by default; () writes metrics.jsonl alone",
+      'tensorboard': "set trackers, which is ('tensorboard',) by default; () writes only metrics.jsonl",
     }
   )
 
-  # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
+  # Mesh axes, outermost first, and their sizes within a slice (ICI) and across slices (DCN; None: one slice).
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
   dcn_mesh_shape: tuple[int, ...] | None = None
   # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
-  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. One
-  # of the four that is set later (in a subclass or by --set) wins over the layout. To change the layout of an
-  # experiment, write a subclass: dataclasses.replace sets all fields at once, so the four old values would win.
+  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. A
+  # field that is set later (in a subclass or by --set) wins over the layout. To change the layout of an experiment,
+  # write a subclass: dataclasses.replace sets all fields at once, so the old values would win.
   mesh: MeshLayout | None = None
-  # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on the batch.
+  # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs are sharded on the batch only.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
-  # Kernels without `split_dims`, such as in Linen's own layers, are sharded on their largest dim over this name of the
-  # axis rules, or mesh axis. None: they are replicated.
+  # Kernels without `split_dims`, such as in Linen's own layers, are sharded on their largest dim over this logical name
+  # or mesh axis. None: they are replicated.
   default_split_dim: str | None = 'embed'
 
   seed: int = 0
   # The weights that a new job starts from: the job_log_dir of another job (its newest checkpoint, or `init_from_step`),
-  # or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense model: then its
-  # feed-forward networks become experts (programs/upcycling.py). A job that has a checkpoint continues from it.
+  # or hf:FOLDER, a folder in Hugging Face's format. The other job must have the same model, or a dense one, whose
+  # feed-forward networks become experts (programs/upcycling.py). A job with a checkpoint ignores this and continues.
   init_from: str | None = None
   init_from_step: int | None = None
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
-  # The most batches that an eval set is evaluated on; a longer or endless set warns.
+  # The maximum number of batches of an evaluation; a longer or endless eval set warns.
   eval_limit_batches: int = 10_000
-  # At this interval the job generates text from the sample prompts, as task.decode says, and writes it to
+  # At this interval the job generates text from the sample prompts, with the settings in task.decode, and writes it to
   # <job_log_dir>/samples. With `sample_as_chat`, a prompt is the first message of a conversation (`chat_template()`).
   sample_every_steps: int | None = None
   sample_prompts: tuple[str, ...] = ()
   sample_max_tokens: int = 64
   sample_as_chat: bool = False
   # How often a checkpoint is saved: a number of steps, or a time ('90s', '10m', '2h', '1d') after which the next step
-  # is saved. With a time, multiples of `checkpoint_keep_every_steps` are saved, too.
+  # is saved. With a time, multiples of `checkpoint_keep_every_steps` are saved as well.
   checkpoint_every: int | str | None = '10m'
-  # How many of the newest checkpoints are kept. Checkpoints at multiples of `checkpoint_keep_every_steps` are kept for
-  # ever, and so is one every `checkpoint_keep_every_hours`, beginning with the first.
+  # How many of the newest checkpoints are kept. Multiples of `checkpoint_keep_every_steps` are kept forever, and so is
+  # one checkpoint every `checkpoint_keep_every_hours`, beginning with the first.
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
   checkpoint_keep_every_hours: float | None = None
   # The steps [first, last) that JAX's profiler captures.
   profile_steps: tuple[int, int] | None = None
-  # Where metrics go beside metrics.jsonl, which is always written: 'tensorboard' (event files), 'wandb' (Weights &
-  # Biases) and 'mlflow'; see docs/operations.md.
+  # Where metrics go in addition to metrics.jsonl: 'tensorboard' (event files), 'wandb' (Weights & Biases), 'mlflow';
+  # see docs/operations.md.
   trackers: tuple[str, ...] = ('tensorboard',)
 
-  # How many batches are read ahead onto the devices, and how long one may take before the job fails: the input hangs.
+  # The number of batches that are read ahead onto the devices, and how long a batch may take before the job fails.
   prefetch_batches: int = 2
   input_timeout_s: float = 600.0
 
-  # How long a process may make no progress before it ends itself and its peers. The first step includes compilation.
+  # How long a process may make no progress before the job ends. The first step includes compilation.
   step_timeout_s: float = 600.0
   first_step_timeout_s: float = 3600.0
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       object.__setattr__(self, field.name, freeze(getattr(self, field.name)))
-    self._settle_mesh()
+    self._set_mesh_fields()
     self._check_counts()
-    self._check_starts_and_samples()
+    self._check_origin_and_samples()
     self._check_times()
 
-  def _settle_mesh(self) -> None:
-    """Fills the mesh fields from the layout and drops default rules that the mesh replaces; checks both."""
+  def _set_mesh_fields(self) -> None:
+    """Fills the mesh fields from the layout, drops default rules that mesh axes replace, and checks both."""
     if self.mesh is not None:
       axes = self.mesh.axes()
       for name in MESH_FIELDS:
@@ -154,20 +154,19 @@ class Experiment(FrozenFields, abc.ABC):
     if isinstance(self.axis_rules, Mapping):
       object.__setattr__(self, 'axis_rules', tuple(self.axis_rules.items()))
     if self.axis_rules == DEFAULT_AXIS_RULES:
-      # A default rule whose name is a mesh axis gives way to the axis: axis `expert` splits the dim `expert`.
+      # A mesh axis replaces the default rule of its name: axis `expert` shards the dim `expert`.
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
-    # The default `embed` need not be in the user's own rules; then it has no effect.
+    # The default `embed` has no effect if the user's own rules do not have it.
     names = {*self.mesh_axis_names, *(name for name, _ in self.axis_rules), None, 'embed'}
     if self.default_split_dim not in names:
       raise UserError(
-        f'default_split_dim = {self.default_split_dim!r} is neither a mesh axis {self.mesh_axis_names} nor a name of '
-        'the axis rules: correct it, or set None to replicate kernels without split dims.'
+        f'default_split_dim = {self.default_split_dim!r} is neither a mesh axis {self.mesh_axis_names} nor a name in '
+        'axis_rules: correct it, or set None to replicate kernels without split dims.'
       )
 
   def _check_counts(self) -> None:
-    """Checks numbers of steps, intervals and other counts."""
     intervals = [field.name for field in dataclasses.fields(Experiment) if field.name.endswith('_every_steps')]
     counts = (
       'num_train_steps',
@@ -181,34 +180,30 @@ class Experiment(FrozenFields, abc.ABC):
       if not _is_positive(value) and not (may_be_never and value is None):
         kind = 'number of steps, or None for never' if may_be_never else 'integer'
         raise UserError(f'{name} = {value!r} must be a positive {kind}.')
-    if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-      raise UserError(f'seed = {self.seed!r} must be an integer in [0, {2**32:,}).')
     steps = self.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
       raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
 
-  def _check_starts_and_samples(self) -> None:
-    """Checks where a job starts from and what it samples."""
-    start = next((getattr(self, name) for name in self._names_of_start if getattr(self, name) is not None), None)
-    if self.init_from_step is not None and (start is None or not _is_positive(self.init_from_step)):
+  def _check_origin_and_samples(self) -> None:
+    origin = next((getattr(self, name) for name in self._origin_fields if getattr(self, name) is not None), None)
+    if self.init_from_step is not None and (origin is None or not _is_positive(self.init_from_step)):
       raise UserError(
-        f'init_from_step = {self.init_from_step!r} with init_from = {start!r} must be the step of a checkpoint of that '
-        'job, or None for its newest.'
+        f'init_from_step = {self.init_from_step!r} with init_from = {origin!r} must be the step of a checkpoint of '
+        'that job, or None for its newest.'
       )
     prompts = self.sample_prompts
     if not isinstance(prompts, tuple) or not all(isinstance(text, str) and text for text in prompts):
-      raise UserError(f'sample_prompts = {prompts!r} must be a tuple of texts that are not empty.')
+      raise UserError(f'sample_prompts = {prompts!r} must be a tuple of nonempty texts.')
     if self.sample_every_steps is not None and not prompts:
       raise UserError(f'sample_every_steps = {self.sample_every_steps} needs prompts: set sample_prompts.')
 
   def _check_times(self) -> None:
-    """Checks times."""
     if isinstance(self.checkpoint_every, str):
       duration_s(self.checkpoint_every, 'checkpoint_every')
     elif self.checkpoint_every is not None and not _is_positive(self.checkpoint_every):
       raise UserError(
         f"checkpoint_every = {self.checkpoint_every!r} must be a positive number of steps, a time such as '10m', or "
-        'None for the end alone.'
+        'None for a checkpoint only at the end.'
       )
     hours = self.checkpoint_keep_every_hours
     if hours is not None and not hours > 0:
@@ -226,47 +221,47 @@ class Experiment(FrozenFields, abc.ABC):
     )
 
   @classmethod
-  def fields_of_today(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns saved values by the field names of today; removed fields are left out."""
-    values = super().fields_of_today(saved)
+  def current_fields(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved values by the current names of their fields, without removed fields."""
+    values = super().current_fields(saved)
     if 'tensorboard' in saved:
       values['trackers'] = [*['tensorboard'] * bool(saved['tensorboard']), *saved.get('trackers', ())]
     return values
 
   @abc.abstractmethod
   def task(self) -> Any:
-    """Returns the task, or the `fdl.Config` of one: model, loss, learner."""
+    """Returns the task (model, loss, learner) or its `fdl.Config`."""
 
   @abc.abstractmethod
   def train_input(self) -> Any:
-    """Returns the training input, or the `fdl.Config` of one: an Input, or batches as inputs/batches.py takes them."""
+    """Returns the training input or its `fdl.Config`: an Input, or batches as inputs/batches.py accepts them."""
 
   def eval_inputs(self) -> Mapping[str, Any]:
-    """Returns eval sets, or their `fdl.Config`s, by name, which is also the directory of their metrics."""
+    """Returns eval sets or their `fdl.Config`s by name, which is also the directory of their metrics."""
     return {}
 
   def decode_inputs(self) -> Mapping[str, Any]:
-    """Returns `fdl.Config`s of prompts, such as a PromptFile, by name, which is also the directory of the outputs."""
+    """Returns prompts, such as a PromptFile, or their `fdl.Config`s by name, which is also the outputs' directory."""
     return {}
 
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> 'PromptSource':
-    """Returns the prompts of --decode_input; `tokenizer` is the inputs'."""
+    """Returns the prompts in the file of --decode_input; `tokenizer` is the inputs' tokenizer."""
     from spmd_tasks.decoding import PromptFile
 
     return PromptFile(path=path)
 
   def origin(self) -> Origin | None:
-    """Returns where a new job's weights come from, if not from a checkpoint of ours; see runtime/origin.py."""
+    """Returns where a new job's weights come from; None initializes them. See runtime/origin.py."""
     return origin_named(self.init_from, self.init_from_step)
 
   def hooks(self) -> Sequence[Any]:
-    """Returns TrainHooks (programs/hooks.py), which act beside the steps, after the hooks that every job has."""
+    """Returns TrainHooks (programs/hooks.py), which run after the hooks of every job."""
     return ()
 
   def tpu_options(self) -> Mapping[str, str]:
-    """Returns options of the TPU's compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}.
+    """Returns options of the TPU compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}.
 
-    They win over the options in runtime/tpu_options.py, and LIBTPU_INIT_ARGS over both. Other devices ignore them.
+    They override the options in runtime/tpu_options.py; LIBTPU_INIT_ARGS overrides both. Other devices ignore them.
     """
     return {}
 
@@ -278,7 +273,7 @@ class Experiment(FrozenFields, abc.ABC):
 
 
 def _check_methods(name: str, value: Any, methods: Sequence[str], remedy: str = 'see docs/inputs.md') -> None:
-  """Raises a UserError if a part of a job is a class, or lacks one of the methods."""
+  """Raises a UserError if a part of a job is a class, or lacks a method."""
   missing = [method for method in methods if not callable(getattr(value, method, None))]
   kind = f'the class {value.__name__} itself' if inspect.isclass(value) else f'of type {type(value).__name__}'
   if missing or inspect.isclass(value):
@@ -286,7 +281,7 @@ def _check_methods(name: str, value: Any, methods: Sequence[str], remedy: str = 
 
 
 def duration_s(duration: str, name: str) -> int:
-  """Returns the seconds of a duration such as '90s', '10m', '2h' or '1d'. Raises a UserError, which has the name."""
+  """Returns the seconds of a duration such as '90s', '10m', '2h' or '1d'. Raises a UserError with the field's name."""
   match = re.fullmatch(r'(\d{1,9})([smhd])', duration)
   seconds = 0 if match is None else int(match[1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86_400}[match[2]]
   if not seconds:
@@ -300,15 +295,15 @@ def _is_positive(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A built experiment, the root object that programs take."""
+  """A built experiment, the root object of every program."""
 
-  name: str  # of the experiment
+  name: str  # the experiment's
   experiment: Experiment
   task: BaseTask
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
   decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)
-  code_directories: tuple[Path, ...] = ()  # of the functions that its config may name (references.py)
+  code_directories: tuple[Path, ...] = ()  # where the functions are that the config may name (references.py)
 
   def __post_init__(self):
     for field in ('eval_inputs', 'decode_inputs'):
@@ -316,13 +311,13 @@ class Job:
       for name in inputs:
         if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]{1,100}', name):
           raise UserError(
-            f'{field} has the name {name!r}, which is also a directory and a config path: use at most 100 letters, '
-            'digits, _ and -.'
+            f'{field} has the name {name!r}, which is also the name of a directory: use at most 100 letters, digits, _ '
+            'and -.'
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
 
   def check_parts(self) -> None:
-    """Raises a UserError for a part that lacks methods."""
+    """Raises a UserError if the task or an input lacks a method."""
     _check_methods('task', self.task, ('train_step', 'init_variables'), 'return a Task, or the fdl.Config of one')
     for path, source in self.inputs().items():
       _check_methods(path, source, ('element_spec', 'make_iterator', 'reshard_states'))
@@ -334,14 +329,14 @@ class Job:
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer of the training input, or else of an eval set or of the task; None if none has one."""
+    """The tokenizer of the training input, else of an eval set, else of the task; None if there is none."""
     sources = (self.train_input, *self.eval_inputs.values(), self.task)
     tokenizers = map(tokenizer_of, sources)
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 
 def make_training_iterator(job: Job) -> InputIterator:
-  """Makes the iterator of this process's rows of the training input. Raises a UserError if it lacks methods."""
+  """Returns the iterator of this process's rows of the training input. Raises a UserError if it lacks a method."""
   with naming_own_code('train_input.make_iterator()', part=job.train_input):
     iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   _check_methods('the iterator of train_input', iterator, ('__next__', 'get_state', 'set_state', 'close'))
@@ -349,9 +344,9 @@ def make_training_iterator(job: Job) -> InputIterator:
 
 
 def check_vocabulary(job: Job) -> None:
-  """Checks that the model's embedding has a row for every id of the inputs' tokenizers.
+  """Raises a UserError if a tokenizer of the inputs has more ids than the model's embedding has rows.
 
-  Raises a UserError: a tokenizer has more ids, and a text with one of them would make the loss NaN.
+  An id without a row would make the loss NaN.
   """
   vocab_size = getattr(getattr(job.task.model, 'embedding', None), 'vocab_size', None)
   if vocab_size is None:  # another kind of model
@@ -360,8 +355,8 @@ def check_vocabulary(job: Job) -> None:
     tokenizer = tokenizer_of(source)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
       raise UserError(
-        f'{path}.tokenizer has {tokenizer.vocab_size} ids but the model only vocab_size={vocab_size}: set vocab_size '
-        f'to {tokenizer.vocab_size} or more, or take the tokenizer of this vocabulary.'
+        f'{path}.tokenizer has {tokenizer.vocab_size} ids, more than the model with vocab_size={vocab_size}: set '
+        f'vocab_size to {tokenizer.vocab_size} or more, or choose the tokenizer of this vocabulary.'
       )
 
 
@@ -370,10 +365,10 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
 
   Args:
     job: the built experiment.
-    mesh: None makes the experiment's mesh of all devices. `experiment.mesh_spec().build_abstract()` gives a model that
-      can be inspected and planned with on any machine.
+    mesh: default: the experiment's mesh, of all devices. With `experiment.mesh_spec().build_abstract()` the model can
+      be inspected and planned on any machine.
 
-  Raises a UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
+  Raises a UserError: the mesh does not fit the devices, or the task or its input does not fit the mesh.
   """
   experiment = job.experiment
   mesh = experiment.mesh_spec().build() if mesh is None else mesh
@@ -383,10 +378,10 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   specs = [*batch.values()] if isinstance(batch, Mapping) else []
   if not specs or not all(hasattr(spec, 'shape') and hasattr(spec, 'dtype') for spec in specs):
     raise UserError(
-      'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
-      f'the whole batch as its first dim; it returns {batch!r}.'
+      'train_input.element_spec() must return a dict of jax.ShapeDtypeStruct(shape, dtype) by name, with the whole '
+      f'batch as the first dim; it returns {batch!r}.'
     )
-  if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan, whose devices are elsewhere
+  if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan of another machine
     check_batch_fits(batch)
   with naming_own_code('the model', keys=batch):
     model = partition_spmd_model(

@@ -1,4 +1,4 @@
-"""The protocol by which other packages add to the core: modes, kinds of experiments, hooks of a training run, formats.
+"""Defines how packages extend the core: with modes, kinds of experiments, hooks of a training run, and formats.
 
 The core trains, evaluates and decodes. Everything else (serving, plans, tuning, the bridges) is an extension: a package
 that the core never imports by name. An extension declares what it adds, and its pyproject.toml names the declaration:
@@ -9,8 +9,9 @@ that the core never imports by name. An extension declares what it adds, and its
     [project.entry-points."spmd_tasks.extensions"]
     census = "census:EXTENSION"
 
-Our own extensions are found in the same way. Declarations are read whenever the binary starts, `--help` included, so
-the module with a declaration imports nothing heavy: code is named as `module:function` and imported when it is called.
+Our own extensions are found in the same way. The binary reads all declarations at every start, even for `--help`, so a
+module with a declaration must import nothing heavy: it names code as `module:function`, which is imported when it is
+called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,15 +33,15 @@ Reference = str | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-  """A flag of the binary, `--name`, as argparse knows it; several modes may have one of the same name and type."""
+  """A flag of the binary, as argparse defines it; several modes may have a flag of the same name and type."""
 
   name: str  # without the dashes
   help: str
   metavar: str | None = None
   type: Callable[[str], Any] = str
   choices: tuple[str, ...] | None = None
-  is_switch: bool = False  # it takes no value and is True if it is given
-  repeats: bool = False  # it may be repeated: its value is a list, to which `--NAME.KEY=VALUE` adds `KEY=VALUE`
+  is_switch: bool = False  # takes no value, and is True if given
+  repeats: bool = False  # may be repeated: its value is a list, to which `--NAME.KEY=VALUE` adds `KEY=VALUE`
   may_differ: bool = False  # between the processes of a job, such as an address
 
 
@@ -52,48 +53,48 @@ ACCEPT_CONFIG_CHANGES = Flag(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mode:
-  """What `--mode NAME` runs; `help` says in a few words what it does."""
+  """What `--mode NAME` runs."""
 
   name: str
   help: str
   run: Reference  # `(Command) -> exit code`, see command.py
-  flags: tuple[Flag, ...] = ()  # of this mode alone; the flags of every mode are in flags.py
-  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what to do instead, by other modes' flag
-  # `(argparse.Namespace) -> None`: raises a UserError for flags that contradict each other; imports nothing heavy.
+  flags: tuple[Flag, ...] = ()  # only of this mode; flags.py defines the flags of every mode
+  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what to do instead of giving another flag
+  # `(argparse.Namespace) -> None`: raises a UserError for contradictory flags; imports nothing heavy.
   check: Reference | None = None
   needs_directory: bool = False  # whether the mode needs --job_log_dir
-  answers_on_stdout: bool = False  # its result is what it prints: a failed write to stdout is a failure
+  prints_result: bool = False  # a failed write to stdout makes the command fail
   extra: str | None = None  # the extra of spmd-tasks that installs `packages`
   packages: tuple[str, ...] = ()  # must be importable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-  """A format of weights that another program reads or writes."""
+  """A format of weights of another program."""
 
   name: str  # of `init_from = NAME:PLACE` and of `--mode export --format NAME`
   help: str
-  # `(place, init_from_step) -> Origin` (runtime/origin.py): what a new job with `init_from = NAME:PLACE` starts from.
+  # `(place, init_from_step) -> Origin` (runtime/origin.py): the weights of a new job with `init_from = NAME:PLACE`.
   origin: Reference | None = None
   # `(OpenJob, target, *, step, mesh) -> exit code`: writes a checkpoint of a job to the path `target`.
   export: Reference | None = None
-  # `(directory) -> (experiment, overrides) or None`: how `spmd_tasks.load` loads a directory of this format.
+  # `(directory) -> (experiment, overrides) or None`: the experiment with which `spmd_tasks.load` loads a directory.
   recognize: Reference | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentKind:
-  """A kind of experiments that do not subclass Experiment, such as another framework's."""
+  """Experiments that do not subclass Experiment, such as another framework's."""
 
   name: str  # for messages: 'an experiment of NAME'
   base: str  # `module:Class`, the subclass of Experiment that all adapted experiments subclass
-  recognizes: Reference  # `(object) -> bool`: whether it is the class of such an experiment
-  adapt: Reference  # `(class) -> subclass of base`; it may ask JAX for its devices
+  recognizes: Reference  # `(object) -> bool`: whether an object is the class of such an experiment
+  adapt: Reference  # `(class) -> subclass of base`; may ask JAX for its devices
   before_import: Reference | None = None  # `(module) -> None`, called before an experiment's module is imported
-  # `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
-  # `decode_inputs` as the methods of the experiment return them.
+  # `(experiment, parts) -> built parts`: builds `task`, `train_input`, `eval_inputs` and `decode_inputs` in place of
+  # Fiddle, from what the methods of the experiment return.
   build: Reference | None = None
-  short_names: tuple[tuple[str, str], ...] = ()  # (prefix of a name that a user may give, what it abbreviates)
+  short_names: tuple[tuple[str, str], ...] = ()  # (abbreviation of the start of a name, what it abbreviates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,37 +105,37 @@ class Extension:
   modes: tuple[Mode, ...] = ()
   kinds: tuple[ExperimentKind, ...] = ()
   formats: tuple[Format, ...] = ()
-  # Flags of every mode, and `(argparse.Namespace) -> exit code or None`, called for every command, which translates
-  # them to the core's flags, such as a gin file to --exp and --set. An exit code ends the command.
+  # Flags of every mode. `expand`, `(argparse.Namespace) -> exit code or None`, is called for every command and
+  # translates them to the core's flags, such as a gin file to --exp and --set. An exit code ends the command.
   flags: tuple[Flag, ...] = ()
   expand: Reference | None = None
-  # What to write instead of another program's flag, by its name without dashes, or by FLAG=CHOICE: a sentence at the
-  # end of the error about the unknown flag.
+  # What to write instead of another program's flag (without dashes, or FLAG=CHOICE). The sentence ends the error about
+  # the unknown flag.
   foreign_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs the object that holds them builds itself
-  keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field leaves the numbers unchanged
+  unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs are built by the objects that hold them
+  keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a field of the config changes no numbers
   fields_of_process: tuple[str, ...] = ()  # names of fields that may differ between the processes of a job
-  # Fields that name modules to import or functions to call, `module:name`; a saved config alone must not decide them
-  # (references.py).
+  # Names of fields that name modules to import, or functions to call as `module:name`. A saved config alone must not
+  # decide them (references.py).
   fields_of_modules: tuple[str, ...] = ()
   packages: tuple[str, ...] = ()  # installed packages whose modules, such as experiments, a saved config may name
-  # `(Job, mode, directory) -> Job`, called for every job: returns the job that a mode (its name) runs, changed or not;
-  # raises a UserError for a job that the mode cannot run in the directory.
+  # `(Job, mode, directory) -> Job`, called for every job: returns the job that the mode runs, changed or not. Raises a
+  # UserError if the mode cannot run the job in the directory.
   prepare_job: Reference | None = None
-  # `(Job) -> sequence of TrainHooks` (programs/hooks.py), called for every training job: it must decide quickly whether
-  # the job needs any, and import only then.
+  # `(Job) -> sequence of TrainHooks` (programs/hooks.py), called for every training job. Must decide quickly whether
+  # the job needs hooks, and import only then.
   train_hooks: Reference | None = None
 
 
 @functools.cache
 def extensions() -> tuple[Extension, ...]:
-  """Returns the extensions of all installed packages; one whose declaration fails is named on stderr and left out."""
+  """Returns the extensions of all installed packages; an extension that cannot be loaded is reported and skipped."""
   loaded = []
   for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
     try:
       extension = point.load()
       assert isinstance(extension, Extension), f'{extension!r} is not an Extension'
-    except Exception as error:  # one broken package must not take the others' modes away
+    except Exception as error:  # a broken package must not disable the others' modes
       print(f'spmd-tasks: extension {point.name} ({point.value}) cannot be loaded: {error}', file=sys.stderr)
     else:
       loaded.append(extension)
@@ -147,7 +148,7 @@ def call(reference: Reference, *args: Any, **kwargs: Any) -> Any:
 
 
 def load(reference: Reference) -> Any:
-  """Returns a function, or imports what `module:name` names."""
+  """Returns a function; imports it if it is named as `module:name`."""
   if not isinstance(reference, str):
     return reference
   module, _, name = reference.partition(':')
@@ -174,18 +175,18 @@ def kind_of(cls: type) -> ExperimentKind | None:
 
 
 def expand(flags: Any) -> int | None:
-  """Has each extension translate its own flags to the core's; returns an exit code if the command ends there."""
+  """Translates the flags of extensions to the core's; returns an exit code if the command ends there."""
   codes = (call(extension.expand, flags) for extension in extensions() if extension.expand is not None)
   return next((code for code in codes if code is not None), None)
 
 
 def keeps_numbers(path: str) -> bool:
-  """Returns whether an extension says that a field leaves the numbers unchanged."""
+  """Returns whether an extension says that a field of the config changes no numbers."""
   return any(call(extension.keeps_numbers, path) for extension in extensions() if extension.keeps_numbers is not None)
 
 
 def prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Returns a job as the extensions prepare it for a mode. Raises a UserError if the mode cannot run it."""
+  """Returns the job that the extensions prepare for a mode. Raises a UserError if the mode cannot run it."""
   for extension in extensions():
     if extension.prepare_job is not None:
       job = call(extension.prepare_job, job, mode, directory)
@@ -193,18 +194,18 @@ def prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def train_hooks(job: Any) -> Iterator[Any]:
-  """Yields the hooks that extensions add to the training of a job."""
+  """Yields the hooks that extensions add to a training job."""
   for extension in extensions():
     if extension.train_hooks is not None:
       yield from call(extension.train_hooks, job)
 
 
 def require(extra: str, *packages: str, wants: str) -> None:
-  """Raises a UserError with the command that installs an extra if one of its packages cannot be imported.
+  """Raises a UserError that says how to install an extra, if one of its packages is missing.
 
   Args:
-    extra: of spmd-tasks, such as 'serve'.
-    packages: by the names under which they are imported.
+    extra: an extra of spmd-tasks, such as 'serve'.
+    packages: the packages' import names.
     wants: what needs them, such as '--mode serve'.
   """
   for package in packages:

@@ -1,16 +1,16 @@
-"""Reads and writes the small files of a job: atomically, durably, and with one sentence where that cannot be done.
+"""Reads and writes the small files of a job atomically and durably, and describes storage errors.
 
     write_durably(job_log_dir / 'config.json', text)     # replaced as a whole; survives a power failure
     with storage_errors(path):                           # a full disk raises a StorageError, exit code 1
       append(path, line)
 
-A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
-directory. Object stores (`gs://...`, see stores.py) make a written object visible only as a whole. A FIFO or a device
-in place of a file raises; a plain `open` of it would block for ever.
+A local file is written under a temporary name, flushed to the disk and renamed; then the directory is flushed. In
+object stores (`gs://...`, see stores.py) a written object appears only as a whole. A FIFO or a device in place of a
+file raises; a plain `open` would block forever.
 
-A job's directory may come from anyone, so nothing is written through a link in it: a file that is a link raises, and so
-does one below a directory that is a link out of the job's directory (`stay_inside`). A file with other hard links, as
-`cp -al` makes them, gets a content of its own before it is changed.
+A job's directory may come from another user, so nothing is written through a link in it: a file that is a link raises,
+and so does a file below a directory that links out of the job's directory (`stay_inside`). A file with other hard
+links, as `cp -al` creates them, is copied before it is changed.
 """
 
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ from spmd_tasks.errors import JobError, UserError
 
 
 class StorageError(JobError):
-  """A file of a running job cannot be read or written; the message states which one, why, and what to do."""
+  """A file of a running job cannot be read or written; the message states the file, the reason and the remedy."""
 
 
 def is_remote(path: epath.PathLike) -> bool:
-  """Whether `path` is in an object store rather than on a mounted file system (no locks, no renames, no appending)."""
+  """Returns whether `path` is in an object store rather than on a mounted file system."""
   return '://' in os.fspath(path)
 
 
 def absolute_path(path: epath.PathLike) -> epath.Path:
-  """Makes a path from the command line absolute; expands `~`. Raises a UserError for a URL that cannot be used."""
+  """Returns a path from the command line as an absolute path, with `~` expanded. Raises a UserError for a bad URL."""
   if re.match(r'[A-Za-z][\w+.-]*://|(gs|s3):', os.fspath(path)):
     from spmd_tasks.stores import check_store
 
@@ -48,13 +48,13 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
     if expanded.startswith('~'):
       raise UserError(
         f'{expanded}: there is no such home directory: correct the name, set HOME, or write ./{expanded} for a '
-        'directory that is called so.'
+        'directory of that name.'
       )
     return epath.Path(expanded).absolute()
 
 
 def is_missing(path: epath.Path) -> bool:
-  """Whether a file is not there; False where that cannot be found out, such as in a directory of another user."""
+  """Returns whether a file does not exist; False if that cannot be known, as in another user's private directory."""
   if is_remote(path):
     return not path.exists()
   try:
@@ -64,42 +64,42 @@ def is_missing(path: epath.Path) -> bool:
     return isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
-_job_directory: epath.Path | None = None  # that of `stay_inside`
+_job_directory: epath.Path | None = None  # set by `stay_inside`
 
 
 def stay_inside(job_log_dir: epath.Path) -> None:
-  """Makes every later write below a job's directory raise an OSError if a link on the way leads out of the directory.
+  """Makes later writes below a job's directory raise an OSError if a link in the path leads out of the directory.
 
-  `job_log_dir` itself may be a link, and so may its `checkpoints`, which a user may keep on a larger disk.
+  `job_log_dir` itself and its `checkpoints` may be links, such as to a larger disk.
   """
   global _job_directory
   _job_directory = None if is_remote(job_log_dir) else job_log_dir
 
 
 def is_inside(path: epath.PathLike, directory: epath.PathLike) -> bool:
-  """Whether a path is a directory or lies below it, after links."""
+  """Returns whether a path is a directory or is below it, with links resolved."""
   real, root = os.path.realpath(path), os.path.realpath(directory)
   return os.path.commonpath((real, root)) == root
 
 
 def make_directory(path: epath.Path) -> None:
-  """Makes a directory and those above it; a store has none."""
+  """Creates a directory and its parents; stores have no directories."""
   if not is_remote(path):
     _refuse_way_out(path)
     path.mkdir(parents=True, exist_ok=True)
 
 
 def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
-  """Returns what matches a pattern below a directory, sorted. For `epath`'s glob the directory is a pattern too."""
+  """Returns the paths below a directory that match a pattern, sorted. `epath` would take the directory as a pattern."""
   if is_remote(directory):
     from spmd_tasks import stores
 
-    return [epath.Path(found) for found in stores.glob_below(directory, pattern)]
+    return [epath.Path(url) for url in stores.glob_below(directory, pattern)]
   return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
 
 def sync_path(path: epath.Path) -> None:
-  """Flushes a local file's content, or a local directory's names, to the disk; in a store, all that was appended."""
+  """Flushes a local file or directory to the disk; in a store, writes all appended data."""
   if is_remote(path):
     from spmd_tasks.append_objects import flush
 
@@ -113,7 +113,7 @@ def sync_path(path: epath.Path) -> None:
 
 
 def write_durably(path: epath.Path, content: str | bytes, *, survives_power_failure: bool = True) -> None:
-  """Replaces `path` by a file with `content` (text: in UTF-8), atomically."""
+  """Replaces the content of a file atomically; text is encoded as UTF-8."""
   data = content.encode() if isinstance(content, str) else content
   if is_remote(path):
     from spmd_tasks import stores
@@ -122,7 +122,7 @@ def write_durably(path: epath.Path, content: str | bytes, *, survives_power_fail
     return
   _refuse_way_out(path.parent)
   partial = path.parent / f'.{path.name}.partial'
-  if os.path.islink(partial) or os.path.isfile(partial):  # of a job that was killed, or a link to a file of others
+  if os.path.islink(partial) or os.path.isfile(partial):  # left by a killed job, or a stranger's link
     os.unlink(partial)
   with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
     try:
@@ -138,9 +138,9 @@ def write_durably(path: epath.Path, content: str | bytes, *, survives_power_fail
 
 
 def append(path: epath.Path, data: bytes) -> None:
-  """Appends to a file, which is created if need be. The data survive a kill, not a power failure.
+  """Appends to a file, which is created if it does not exist. The data survive a kill, but not a power failure.
 
-  In a store the file is kept in parts, which are written a little later (append_objects.py).
+  In a store the file is kept in parts, which are written about a second later (append_objects.py).
   """
   if is_remote(path):
     from spmd_tasks import append_objects
@@ -148,16 +148,16 @@ def append(path: epath.Path, data: bytes) -> None:
     append_objects.append(path, data)
     return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
-    is_own = os.fstat(descriptor).st_nlink == 1
-    if is_own:
+    is_shared = os.fstat(descriptor).st_nlink > 1
+    if not is_shared:
       _write_all(descriptor, data)
-  if not is_own:
+  if is_shared:
     write_durably(path, read_bytes(path) + data)
 
 
 @contextlib.contextmanager
 def open_bytes(path: epath.PathLike) -> Iterator[IO[bytes]]:
-  """Opens a file for reading. Raises OSError, also where `path` is a FIFO, a device or a directory."""
+  """Opens a file for reading. Raises an OSError, also if `path` is a FIFO, a device or a directory."""
   if is_remote(path):
     with epath.Path(path).open('rb') as file:
       yield file
@@ -167,7 +167,7 @@ def open_bytes(path: epath.PathLike) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-  """Reads a whole file. Raises OSError as `open_bytes`."""
+  """Reads a whole file. Raises an OSError, as `open_bytes`."""
   if is_remote(path):
     from spmd_tasks.stores import read
 
@@ -177,13 +177,13 @@ def read_bytes(path: epath.PathLike) -> bytes:
 
 
 def read_text(path: epath.PathLike) -> str:
-  """Reads a whole file of UTF-8. Raises OSError as `open_bytes`, UnicodeDecodeError (a ValueError) for other bytes."""
+  """Reads a whole UTF-8 file. Raises an OSError, as `open_bytes`, or a UnicodeDecodeError (a ValueError)."""
   return read_bytes(path).decode()
 
 
 @contextlib.contextmanager
 def storage_errors(path: epath.PathLike) -> Iterator[None]:
-  """Turns an error of the storage into a StorageError that names `path`, the reason and the remedy."""
+  """Turns a storage error into a StorageError that names `path`, the reason and the remedy."""
   try:
     yield
   except JobError:
@@ -196,7 +196,7 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
       raise
     reason, remedy = problem
     raise StorageError(
-      f'{os.fspath(path)} cannot be used: {reason}. What was complete before, every checkpoint included, is intact: '
+      f'{os.fspath(path)} cannot be used: {reason}. Earlier files, every complete checkpoint included, are intact: '
       f'{remedy}, and start the same command again.'
     ) from error
 
@@ -211,13 +211,13 @@ def _open(path: epath.PathLike, flags: int) -> Iterator[int]:
 
 
 def open_descriptor(path: epath.PathLike, flags: int) -> int:
-  """Opens a regular file as `os.open` does. Raises OSError, also where writing would follow a link out of the job."""
+  """Opens a regular file as `os.open` does. Raises an OSError, also if a write would follow a link out of the job."""
   if flags & (os.O_WRONLY | os.O_RDWR):
     _refuse_way_out(os.path.dirname(path))
     if os.path.islink(path):
-      raise OSError(errno.ELOOP, 'it is a symbolic link, through which no job writes', os.fspath(path))
+      raise OSError(errno.ELOOP, 'it is a symbolic link, and jobs do not write through links', os.fspath(path))
     flags |= os.O_NOFOLLOW
-  # Without O_NONBLOCK a FIFO would block right here.
+  # Without O_NONBLOCK this would block on a FIFO.
   descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
   mode = os.fstat(descriptor).st_mode
   if stat.S_ISREG(mode):
@@ -229,7 +229,7 @@ def open_descriptor(path: epath.PathLike, flags: int) -> int:
 
 
 def _refuse_way_out(directory: epath.PathLike) -> None:
-  """Raises an OSError if a directory lies in the job's, but leads out of it."""
+  """Raises an OSError if a directory is named below the job's directory, but a link leads out of it."""
   path, root = epath.Path(directory), _job_directory
   if root is None or not path.is_relative_to(root):
     return

@@ -1,11 +1,11 @@
-"""Says what to write in place of a wrong flag or argument: the nearest right one. Imported only for an error.
+"""Suggests the right flag in place of a wrong flag or argument. Imported only for an error.
 
-    hints = Hints(argv=argv, parsed=namespace, actions=actions, of_mode=names, modes=names, others=hints_by_flag)
+    hints = Hints(argv=argv, parsed=namespace, actions=actions, mode_flags=names, modes=names, others=hints_by_flag)
     hints.unknown(['--num_step', '3'])   # ['unknown flag --num_step. Nearest: --num_train_steps.']
 
-A flag is compared with the flags that the mode reads, with other programs' flags (`foreign_flags`, extensions.py), and
-with the fields of the experiment that the command names, which is resolved to list them. So "Nearest" never names a
-flag that the mode refuses, or a field that the experiment does not have.
+A wrong flag is compared with the flags of the mode, with other programs' flags (`foreign_flags`, extensions.py), and
+with the fields of the command's experiment, which is resolved for this. So "Nearest" never names a flag that the mode
+refuses, or a field that the experiment does not have.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import os
 import re
 import shlex
 
-_DASHES = '-\u2013\u2014'  # also the longer ones that a word processor makes of two
+_DASHES = '-\u2013\u2014'  # also the longer dashes that word processors write for --
 _NEAR, _NEARLY_SAME = 0.75, 0.9
-_SHOWN = 100  # characters of a word
-_OF_ARGPARSE = re.compile(r'argument (?:-\w, ?)?--(\w+)(?:/\S+)?: (.*)', re.DOTALL)
+_MAX_SHOWN_CHARS = 100
+_ARGPARSE_ERROR = re.compile(r'argument (?:-\w, ?)?--(\w+)(?:/\S+)?: (.*)', re.DOTALL)
 _EVERY = 'Every argument belongs to a flag: --exp NAME, --mode MODE, --job_log_dir DIR, --set PATH=VALUE.'
 
 
@@ -30,17 +30,17 @@ class Hints:
 
   Attributes:
     argv: the command's words.
-    parsed: the flags that were parsed.
+    parsed: the parsed flags.
     actions: argparse's actions by flag, without the dashes.
-    of_mode: the flags that the command's mode reads; without a mode, the flags of all modes.
-    modes: names of the modes.
-    others: by flag of another program, or FLAG=CHOICE: a sentence that says what to write here.
+    mode_flags: the flags of the command's mode, or of all modes if it names none.
+    modes: the names of the modes.
+    others: what to write instead of another program's flag, or FLAG=CHOICE.
   """
 
   argv: Sequence[str]
   parsed: argparse.Namespace
   actions: Mapping[str, argparse.Action]
-  of_mode: Collection[str]
+  mode_flags: Collection[str]
   modes: Sequence[str]
   others: Mapping[str, str]
 
@@ -52,18 +52,20 @@ class Hints:
       if word[:1] in _DASHES and word.strip(_DASHES):
         has_value = '=' not in word and rest and rest[0][:1] not in _DASHES and self._follows(rest[0], word)
         texts.append(
-          f'unknown flag {word.partition("=")[0][:_SHOWN]}. {self._of_flag(word, rest[0] if has_value else "")}'
+          f'unknown flag {word.partition("=")[0][:_MAX_SHOWN_CHARS]}. '
+          f'{self._hint_for_flag(word, rest[0] if has_value else "")}'
         )
         index += 1 + bool(has_value)
       else:
         end = next((i for i, other in enumerate(rest, index + 1) if other.startswith('--')), len(words))
-        texts.append(f'unknown argument {shlex.quote(word[:_SHOWN])}. {self._of_words(words[index:end])}')
+        shown = shlex.quote(word[:_MAX_SHOWN_CHARS])
+        texts.append(f'unknown argument {shown}. {self._hint_for_arguments(words[index:end])}')
         index = end
     return texts
 
   def wrong(self, message: str) -> str:
-    """Returns what to write after an error of argparse about the value of a flag; '' if there is nothing to add."""
-    if (match := _OF_ARGPARSE.match(message)) is None or match[1] not in self.actions:
+    """Returns the hint for argparse's error about the value of a flag; '' if there is none."""
+    if (match := _ARGPARSE_ERROR.match(message)) is None or match[1] not in self.actions:
       return ''
     name, text = match[1], match[2]
     action = self.actions[name]
@@ -78,8 +80,8 @@ class Hints:
   def _follows(self, word: str, before: str) -> bool:
     return any(pair == (before, word) for pair in zip(self.argv, self.argv[1:]))
 
-  def _of_flag(self, word: str, value: str) -> str:
-    """Returns what to write in place of an unknown flag, `--NAME`, `--NAME=VALUE` or `-NAME`."""
+  def _hint_for_flag(self, word: str, value: str) -> str:
+    """Returns the hint for an unknown flag, `--NAME`, `--NAME=VALUE` or `-NAME`."""
     name, _, own_value = word.lstrip(_DASHES).partition('=')
     name, value = name.replace('-', '_').lower(), own_value or value
     if name in self.actions:  # by another spelling
@@ -90,10 +92,10 @@ class Hints:
       return f'Write --mode {name}.'
     if name.startswith('no') and getattr(self.actions.get(name.removeprefix('no')), 'nargs', None) == 0:
       return f'--{name.removeprefix("no")} is off unless it is given: leave it out.'
-    flag, likeness = _nearest(name, {*self.of_mode, *self.others})
+    flag, likeness = _nearest(name, {*self.mode_flags, *self.others})
     if likeness < _NEARLY_SAME:
-      field, of_field = _nearest(name, {path.rpartition('.')[2] for path in self._fields})
-      if of_field >= _NEAR and of_field > likeness:
+      field, field_likeness = _nearest(name, {path.rpartition('.')[2] for path in self._fields})
+      if field_likeness >= _NEAR and field_likeness > likeness:
         paths = [path for path in self._fields if path.rpartition('.')[2] == field]
         override = f'{min(paths, key=lambda path: path.count("."))}={value or "VALUE"}'
         return f'Nearest, a field of the experiment: --set {shlex.quote(override)}.'
@@ -103,8 +105,8 @@ class Hints:
       return 'The experiment has no such field either: --print_config lists its fields.'
     return 'A field of the experiment is set by --set PATH=VALUE: --exp NAME --print_config lists the paths.'
 
-  def _of_words(self, words: Sequence[str]) -> str:
-    """Returns what to write in place of arguments that belong to no flag."""
+  def _hint_for_arguments(self, words: Sequence[str]) -> str:
+    """Returns the hint for arguments without a flag."""
     word, (flag, before) = words[0], self._before(words[0])
     action, text = self.actions.get(flag), ' '.join(words)
     if flag == 'set' and '=' not in before:
@@ -126,7 +128,7 @@ class Hints:
     return _EVERY
 
   def _before(self, word: str) -> tuple[str, str]:
-    """Returns the flag before an argument that belongs to none, without the dashes, and that flag's value; or ''."""
+    """Returns the flag before a stray argument, without the dashes, and the flag's value; ('', '') if there is none."""
     for index, other in enumerate(self.argv):
       flag, _, value = other.lstrip(_DASHES).partition('=') if other.startswith('--') else ('', '', '')
       takes_next = flag in self.actions and self.actions[flag].nargs != 0 and '=' not in other
@@ -139,14 +141,14 @@ class Hints:
 
   @functools.cached_property
   def _fields(self) -> Sequence[str]:
-    """The paths of the fields of the experiment that the command names; () if it names none, or is wrong otherwise."""
+    """The paths of the fields of the command's experiment; () if it names none, or has other mistakes."""
     flags = self.parsed
     if not (flags.exp or flags.config or flags.job_log_dir):
       return ()
     try:
       import jax
 
-      jax.config.update('jax_platforms', 'cpu')  # the experiment may ask for devices; this process runs nothing
+      jax.config.update('jax_platforms', 'cpu')  # the experiment may ask for devices, but nothing is run
       from spmd_tasks.config import resolve, to_json
       from spmd_tasks.config.saved_config import read_saved_config
       from spmd_tasks.distributed import use_fake_devices
@@ -156,7 +158,7 @@ class Hints:
       if flags.exp:
         return tuple(to_json(resolve(flags.exp, flags.overrides, None, flags.experiment_path))['config'])
       return tuple(read_saved_config(flags.config or f'{flags.job_log_dir}/config.json')['config'])
-    except (Exception, SystemExit):  # another mistake, which the next run answers
+    except (Exception, SystemExit):  # another mistake, which the next run reports
       return ()
 
 
@@ -167,12 +169,12 @@ def _form(name: str, action: argparse.Action, value: str = '') -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> tuple[str, float]:
-  """Returns the most similar name, and its likeness, at most 1; of equals the first in the alphabet."""
+  """Returns the most similar name and its likeness, at most 1; the first in the alphabet if several are."""
   return max(((other, _likeness(name, other)) for other in sorted(known)), key=lambda pair: pair[1], default=('', 0.0))
 
 
 def _likeness(name: str, other: str) -> float:
-  """Compares words, some of which may be missing (num_step, num_train_steps), letters, and initials (lr)."""
+  """Returns the similarity of two names, by words (num_step, num_train_steps), letters, and initials (lr)."""
   words, others = name[:100].split('_'), other.split('_')
   if 1 < len(name) <= 3 and len(others) > 1 and name == ''.join(word[:1] for word in others):
     return 1.0

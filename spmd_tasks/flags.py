@@ -1,4 +1,4 @@
-"""Defines the binary's flags: the flags of every mode, and the flags that modes declare (extensions.py)."""
+"""Defines the binary's flags: the common ones, and the flags that modes declare (extensions.py)."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import Flag, Mode, call, extensions
 from spmd_tasks.modes import CORE
 
-NO_DIRECTORY = 'nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.'
+NO_DIRECTORY = 'nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.'  # an error message
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
-# Flags of every mode that may differ between processes: how to reach a process, and flags that are in the config.
+# Flags of every mode that may differ between processes: addresses, and flags that are recorded in the config.
 _MAY_DIFFER = {
   *('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address', 'cluster'),
   *('initialization_timeout_s', 'exp', 'config', 'experiment_path', 'overrides', *_SHORTCUTS),
@@ -21,13 +21,13 @@ _MAY_DIFFER = {
 
 
 class _Parser(argparse.ArgumentParser):
-  """Answers a wrong flag in one sentence, as the binary answers every mistake."""
+  """A parser whose errors suggest what to write instead."""
 
   modes: Sequence[Mode] = ()
   _argv: Sequence[str] = ()
 
   def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """Parses a command, or says what to write in place of wrong words."""
+    """Parses a command; exits with a hint for unknown words."""
     parsed, unknown = self.parse_known_args(args, namespace)
     if unknown:
       self._refuse(' Also: '.join(self._hints(parsed).unknown(unknown)))
@@ -55,12 +55,12 @@ class _Parser(argparse.ArgumentParser):
 
     actions = {flag[2:]: action for action in self._actions for flag in action.option_strings if flag.startswith('--')}
     others = [mode.name for mode in self.modes if getattr(parsed, 'mode', None) not in (None, mode.name)]
-    own = {flag.name for mode in self.modes if mode.name not in others for flag in mode.flags}
+    mode_flags = {flag.name for mode in self.modes if mode.name not in others for flag in mode.flags}
     return Hints(
       argv=self._argv,
       parsed=parsed,
       actions=actions,
-      of_mode={*actions} - {flag.name for mode in self.modes for flag in mode.flags} | own,
+      mode_flags={*actions} - {flag.name for mode in self.modes for flag in mode.flags} | mode_flags,
       modes=[mode.name for mode in self.modes],
       others={name: text for extension in (CORE, *extensions()) for name, text in extension.foreign_flags.items()},
     )
@@ -68,12 +68,12 @@ class _Parser(argparse.ArgumentParser):
 
 @functools.cache
 def all_modes() -> tuple[Mode, ...]:
-  """The modes of the core and of all extensions."""
+  """Returns the modes of the core and of all extensions."""
   return tuple(mode for extension in (CORE, *extensions()) for mode in extension.modes)
 
 
 def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
-  """Makes the parser of all flags, with the names that Pax users know."""
+  """Returns the parser of all flags."""
   parser = _Parser(
     prog='spmd-tasks',
     allow_abbrev=False,
@@ -166,7 +166,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _without_bool(word: str) -> list[str]:
-  """Returns `--NAME`, or nothing, for a switch in absl's forms: `--NAME=true`, `--NAME=false`, `--noNAME`."""
+  """Translates a switch from absl's forms (`--NAME=true`, `--NAME=false`, `--noNAME`) to `--NAME` or nothing."""
   switches = {f'--{flag.name}' for flag in _flags_of_extensions() if flag.is_switch}
   name, _, value = word.partition('=')
   if name in switches and value.lower() in ('true', '1', 'false', '0'):
@@ -188,7 +188,7 @@ def _add_flag(group: Any, flag: Flag, text: str) -> None:
 
 
 def _flags_of(modes: Sequence[Mode]) -> dict[str, dict[str, Flag]]:
-  """Returns the flags that modes declare, by the flag's name, then by the mode's."""
+  """Returns the flags of modes, by flag name, then by mode name."""
   flags: dict[str, dict[str, Flag]] = {}
   for mode in modes:
     for flag in mode.flags:
@@ -197,7 +197,7 @@ def _flags_of(modes: Sequence[Mode]) -> dict[str, dict[str, Flag]]:
 
 
 def check_flags_of_mode(args: argparse.Namespace, mode: Mode, modes: Sequence[Mode]) -> None:
-  """Raises a UserError if the mode does not read a given flag, or flags contradict each other."""
+  """Raises a UserError if a given flag belongs to other modes, or flags contradict each other."""
   for name, flag_of_mode in _flags_of(modes).items():
     value = getattr(args, name)
     if value is not None and value is not False and mode.name not in flag_of_mode:
@@ -208,13 +208,13 @@ def check_flags_of_mode(args: argparse.Namespace, mode: Mode, modes: Sequence[Mo
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-  """Returns `path=value` of the shortcuts, then of every --set."""
+  """Returns the overrides, as `path=value`: the shortcuts, then every --set."""
   shortcuts = [f'{name}={getattr(args, name)}' for name in _SHORTCUTS if getattr(args, name) is not None]
   return shortcuts + args.overrides
 
 
 def common_flags(args: argparse.Namespace, modes: Sequence[Mode]) -> dict[str, Any]:
-  """Returns the flags that all processes of a job must share, without the flags that are in the config."""
+  """Returns the flags that must be equal on all processes, without flags that are recorded in the config."""
   flags = [*_flags_of_extensions(), *(flag for mode in modes for flag in mode.flags)]
   differing = _MAY_DIFFER | {flag.name for flag in flags if flag.may_differ}
   return {f'--{name}': value for name, value in vars(args).items() if name not in differing}

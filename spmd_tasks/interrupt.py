@@ -1,19 +1,19 @@
-"""Ends the binary by one line and INTERRUPTED when Ctrl-C comes, from its first line on.
+"""Ends the binary on Ctrl-C with one line and the exit code INTERRUPTED, from the first moment.
 
     leave_on_sigint()      # before any other import
 
-Only what Python has loaded itself is imported, so the line is reached within a millisecond. sigterm.py takes the signal
-over. Before the first line, while Python starts, Ctrl-C is Python's: a traceback, or an end by the signal.
+Imports only modules that Python itself has loaded, so the handler is set within a millisecond. sigterm.py replaces it
+later. Before that, while Python starts, Ctrl-C gives a traceback, or ends the process by the signal.
 """
 
 import _signal  # `signal` itself takes 5 ms to import
 import os
 
-TYPE_CHECKING = False  # that of typing, which takes longer to import than all else here
+TYPE_CHECKING = False  # as in typing, which takes longer to import than everything else here
 if TYPE_CHECKING:
   from types import FrameType
 
-CODE = 130  # INTERRUPTED of exit_codes.py, which the signal may find half imported
+CODE = 130  # INTERRUPTED of exit_codes.py, which may be half imported when the signal arrives
 SENTENCE = b'spmd-tasks: interrupted with nothing to save; run the same command again.\n'
 
 
@@ -27,6 +27,6 @@ def _leave(signum: int, frame: 'FrameType | None') -> None:
   del signum, frame
   try:  # noqa: SIM105
     os.write(2, SENTENCE)
-  except OSError:  # nobody reads it
+  except OSError:  # stderr is closed
     pass
   os._exit(CODE)

@@ -1,4 +1,4 @@
-"""lazy_exports: the public names of a package, each imported when it is first used.
+"""Imports the public names of a package on first use.
 
     with lazy_exports(globals(), 'EXTENSION'):
       from spmd_tasks.layers.linear import Linear
@@ -16,7 +16,7 @@ from etils import epy
 
 @contextlib.contextmanager
 def lazy_exports(namespace: dict[str, Any], *own: str) -> Iterator[None]:
-  """Defers the imports of the body; with them, and the names that the package itself defines, makes `__all__`."""
+  """Defers the imports of the body; sets `__all__` to their names and `own`, the names that the package defines."""
   before = {*namespace}
   with epy.lazy_api_imports(namespace):
     yield

@@ -1,8 +1,8 @@
-"""Loads a job's model into Python: weights, logits and generated text, in a notebook and on any mesh.
+"""Loads a job's model into Python, such as a notebook, for its weights, logits and generated text, on any mesh.
 
 from spmd_tasks import load
 
-lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
+lm = load('runs/tiny')                                    # the newest checkpoint, on all devices
 lm = load('models/llama')                                 # or a folder in Hugging Face's format, or hf://org/name
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
 lm.chat('How warm is it?', max_tokens=40)                 # one message or a conversation, by the chat template
@@ -64,33 +64,32 @@ def load(
   overrides: Sequence[str] = (),
   experiment_path: Sequence[epath.PathLike] = (),
 ) -> 'LoadedModel':
-  """Loads the model of a training job, which may still be running; nothing is written.
+  """Loads the model of a training job, which may still be running; writes nothing.
 
   Args:
     job_log_dir: the job's directory, with its config.json and checkpoints; or a folder in Hugging Face's format.
     step: the checkpoint's step; None is the newest.
-    mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the mesh of
-      `overrides`; else the saved mesh if it fits the number of devices; else one axis of all devices.
+    mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. Default: the mesh
+      of `overrides`; else the saved mesh if it fits the number of devices; else one axis of all devices.
     overrides: `path=value` changes of the saved config, such as 'task.decode.num_slots=2'.
-    experiment_path: directories from which the experiment's own module may be imported, if it is neither registered nor
+    experiment_path: directories from which the experiment's module may be imported, if it is neither registered nor
       imported already.
 
   Raises:
-    UserError: the directory has no usable config.json, its experiment may not be imported, or the mesh does not fit the
+    UserError: the directory has no valid config.json, its experiment may not be imported, or the mesh does not fit the
       devices or the model.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   skip_absent_tpu()
   directory = place_to_read(job_log_dir)
   if not (directory / 'config.json').exists():
-    raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
+    raise UserError(f'{directory} has no config.json, so it is not a job: correct the path, or train first.')
   if is_remote(directory) and 'experiment' not in json.loads(read_text(directory / 'config.json')):
-    directory = local_folder(directory)  # no job, but a folder of another format
-  answers = (call(fmt.recognize, directory) for fmt in formats() if fmt.recognize)
-  recognized = next(filter(None, answers), None)
-  if recognized is not None:
-    name, own = recognized
-    job = resolve(name, [*own, *overrides]).build()
+    directory = local_folder(directory)  # a folder of another format
+  recognized = filter(None, (call(fmt.recognize, directory) for fmt in formats() if fmt.recognize))
+  name, format_overrides = next(recognized, (None, ()))
+  if name is not None:
+    job = resolve(name, [*format_overrides, *overrides]).build()
   else:
     job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
   if mesh is None:
@@ -105,9 +104,9 @@ def load(
 
 
 def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
-  """Loads the model that `task.decode.draft_model` names onto the mesh of the job's model; None if it names none.
+  """Loads `task.decode.draft_model` onto the mesh of the job's model; returns None if it is not set.
 
-  Raises a UserError: it cannot be loaded, or has other tokens.
+  Raises a UserError: it cannot be loaded, or its tokens differ.
   """
   path = job.task.as_task('text generation').decode.draft_model
   if not path:
@@ -116,13 +115,13 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
   folder, _, overrides = path.partition('?')
   draft = load(folder, mesh=model.mesh, overrides=overrides.split('&') if overrides else ())
   if not _same_tokens(job.tokenizer, draft.job.tokenizer):
-    raise UserError(f'draft_model={path!r} has other tokens than {job.name}: name a model with the same tokenizer.')
+    raise UserError(f'draft_model={path!r} has other tokens than {job.name}: choose a model with the same tokenizer.')
   dtype = draft.job.task.as_task('a draft model').decode.weights_dtype
   return DraftModel(model=draft.partitioned, variables=draft.padded_variables, weights_dtype=dtype)
 
 
 def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
-  """Whether the tokens of two models have the same ids, though their files may differ; True if one is unknown."""
+  """Returns whether two tokenizers have the same vocabulary, even if their files differ; true if one is None."""
   if own is None or other is None or own.fingerprint() == other.fingerprint():
     return True
   if not (isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer)):
@@ -133,10 +132,14 @@ def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadedModel:
-  """A model with a checkpoint's weights on a mesh; `load` makes it.
+  """A model with a checkpoint's weights on a mesh; `load` creates it.
 
-  `padded_variables` are the model's variables as they are stored on the mesh; `params` are the weights, averaged if the
-  task evaluates with averages.
+  Attributes:
+    job: the built experiment.
+    step: the step of the checkpoint.
+    partitioned: the partitioned model.
+    padded_variables: the model's variables as they are stored on the mesh. `params` are the weights, averaged if the
+      task evaluates with averaged weights.
   """
 
   job: Job
@@ -155,7 +158,7 @@ class LoadedModel:
 
   @property
   def model(self) -> nn.Module:
-    """The Linen module, for `model.apply(lm.variables, {'ids': ids})`."""
+    """The Linen module, for `lm.model.apply(lm.variables, {'ids': ids})`."""
     return self.job.task.model
 
   @property
@@ -172,8 +175,8 @@ class LoadedModel:
   def variables(self) -> Variables:
     """The model's variables in their true shapes, by collection; `params` are the weights.
 
-    Trees of jax arrays, sharded wherever the mesh divides a dimension evenly. An array that needs no padding shares its
-    memory with `padded_variables`; the others are copied, once.
+    Trees of jax arrays, sharded over the dimensions that the mesh divides evenly. Arrays without padding share their
+    memory with `padded_variables`; the others are copied once.
     """
     model = self.partitioned
 
@@ -193,16 +196,17 @@ class LoadedModel:
   def logits(self, ids: npt.ArrayLike, encoder_ids: npt.ArrayLike | None = None) -> jax.Array:
     """Returns float32 logits [B, T, V] of tokens [B, T], by the forward pass of evaluation.
 
-    Each row is one document from its start. Nothing is added: training rows begin with the tokenizer's `bos_id`, so put
-    it first. Logits at t predict token t + 1. Each new [B, T] is compiled once.
-    An encoder-decoder's encoder reads `encoder_ids` [B, S], every token of them, and `ids` begin with its start token.
-    A prefix language model reads a text without a prefix.
+    Each row is one document. No token is added: put the tokenizer's `bos_id` first, as training rows have it. Logits at
+    t predict token t + 1. Each new [B, T] is compiled once.
+
+    Encoder-decoders: the encoder reads all of `encoder_ids` [B, S], and `ids` begin with the decoder's start token.
+    Prefix language models: the prefix is empty.
     """
     arrays = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
     for name, array in arrays.items():
       if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
-          f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: wrap one text in a list.'
+          f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: put a single text into a list.'
         )
     check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
@@ -215,13 +219,13 @@ class LoadedModel:
     for name, array in arrays.items():
       if array.size and not 0 <= array.min() <= array.max() < logits.shape[-1]:
         raise UserError(
-          f'{name} from {array.min()} to {array.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).'
+          f'{name} from {array.min()} to {array.max()} must be in the vocabulary, [0, {logits.shape[-1]}).'
         )
     return logits
 
   @property
   def max_len(self) -> int:
-    """The most tokens of a generated or scored text: `task.decode.max_len`, or else the training length."""
+    """The maximum length of a generated or scored text: `task.decode.max_len`, or else the training length."""
     return self._decoder[0].max_len
 
   def generate(
@@ -235,27 +239,26 @@ class LoadedModel:
     seed: int | None = None,
     adapter: str | None = None,
   ) -> list[str]:
-    """Returns the text that follows each prompt, the same as --mode decode_once gives.
+    """Generates a completion of each prompt, the same as --mode decode_once.
 
     Args:
       prompts: texts, to which the token for the beginning of text is prepended; or Prompts, with their own settings.
-      max_tokens, temperature, top_k, top_p: of the texts; None is the default of the task's DecodeSettings,
-        `task.decode`.
-      seed: of the sampling; None is the experiment's. Each prompt draws from its own noise, by its place in the list.
-      adapter: the name of one of the experiment's `adapters`; None generates with the model alone.
+      max_tokens, temperature, top_k, top_p: for prompts that are texts; None is the default of `task.decode`.
+      seed: of the sampling; None is the experiment's. Each prompt has its own noise, by its position in the list.
+      adapter: the name of one of the experiment's `adapters`; None is the model without an adapter.
 
     Raises a UserError: the job has no tokenizer, or a prompt does not fit the model.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
 
-    def read(number: int, prompt: str | Prompt) -> Prompt:
+    def as_prompt(number: int, prompt: str | Prompt) -> Prompt:
       if isinstance(prompt, Prompt):
         return prompt
       own_seed = None if seed is None else prompt_seed(seed, number)
       sampling: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': own_seed}
       return Prompt(prompt=prompt, max_tokens=max_tokens, **sampling, adapter=adapter)
 
-    texts = dict(self.complete(list(itertools.starmap(read, enumerate(prompts)))))
+    texts = dict(self.complete(list(itertools.starmap(as_prompt, enumerate(prompts)))))
     return [texts[number] for number in range(len(prompts))]
 
   def chat(
@@ -271,16 +274,16 @@ class LoadedModel:
     seed: int | None = None,
     adapter: str | None = None,
   ) -> list[str]:
-    """Returns the assistant's answer to each conversation, the same as the server gives.
+    """Generates the assistant's answer to each conversation, the same as the server's.
 
-    The experiment's chat template writes the conversation: a folder's own, or a plain transcript. Answers end where the
-    template ends a turn.
+    The experiment's chat template formats the conversation: the model folder's template, or a plain transcript. Answers
+    end where the template ends a turn.
 
     Args:
-      messages: a conversation: a text, which is one message of the user, or a list of messages with `role` and
-        `content`; or several conversations, as a list of texts or of lists of messages.
+      messages: a conversation: one message of the user as a text, or a list of messages with `role` and `content`. Or
+        several conversations: a list of texts, or of lists of messages.
       tools: descriptions of functions that the answers may call, in the format of OpenAI's API.
-      template_variables: further variables of the template, such as {'enable_thinking': False}.
+      template_variables: other variables of the template, such as {'enable_thinking': False}.
       max_tokens, temperature, top_k, top_p, seed, adapter: as in `generate`.
 
     Raises a UserError: as `generate`, or the template refuses the messages.
@@ -307,7 +310,7 @@ class LoadedModel:
     return self.generate(prompts)
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
-    """Yields (number of the prompt, the text that follows it) as texts are finished. Raises as `generate`."""
+    """Yields (index of the prompt, its completion) as completions finish. Raises as `generate`."""
     steps, tokenizer, variables = self._decoder
     requests = [tokenizer.request(prompt, f'prompt {i + 1}', i)[0] for i, prompt in enumerate(prompts)]
     if steps.settings.num_beams > 1:
@@ -320,14 +323,14 @@ class LoadedModel:
   def score(
     self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_rows: int = 8, adapter: str | None = None
   ) -> Iterator[tuple[int, TextScore]]:
-    """Yields (number of the text, log-probabilities of its continuation), longest texts first.
+    """Yields (index of the text, log-probabilities of its continuation), longest texts first.
 
-    The weights are held as for generation (`task.decode.weights_dtype`).
+    The weights are stored as for generation (`task.decode.weights_dtype`).
 
     Args:
-      texts: (tokens of a context, at least one; tokens of its continuation), taken as they are: put the
-        tokenizer's `bos_id` first if training rows have it.
-      num_rows: how many texts are read at once.
+      texts: (tokens of a context, at least one; tokens of its continuation). No token is added: put the tokenizer's
+        `bos_id` first if training rows have it.
+      num_rows: the number of texts in a batch.
       adapter: as in `generate`.
 
     Raises a UserError: a text is too long, or has tokens outside the vocabulary.

@@ -5,11 +5,11 @@
     spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
 --exp takes a registered name or any importable package.module.Class. Without --exp, a job continues with the config in
-its directory; your own experiment then needs --experiment_path, the directory of its module. A mistake of the user is
-answered in one sentence and exit code 2; nothing is written then.
+its directory; your own experiment may then need --experiment_path, the directory of its module. A mistake of the user
+ends the command with one sentence and exit code 2, and nothing is written.
 """
 
-if __name__ == '__main__':  # python -m spmd_tasks.main; else __main__.py has done it
+if __name__ == '__main__':  # python -m spmd_tasks.main; otherwise __main__.py has done it
   from spmd_tasks.interrupt import leave_on_sigint
 
   leave_on_sigint()
@@ -29,7 +29,7 @@ from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.errors import UserError, refuse_exit, user_error_code
 from spmd_tasks.interrupt import SENTENCE
 from spmd_tasks.sigterm import leave_on_signals
-from spmd_tasks.streams import escaped_output, lose_output, lost_output
+from spmd_tasks.streams import escaped_output, stdout_error, tolerate_write_errors
 
 if TYPE_CHECKING:
   import argparse
@@ -38,19 +38,19 @@ _THREADS_LIMIT_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The console entry point; exits with one of exit_codes.py."""
-  leave_on_signals()  # first: all other imports are inside functions, so that this line runs within milliseconds
-  # At Python's own exit nothing is left to save: Ctrl-C then must not change the exit code.
+  """Runs the command of the console and exits with one of exit_codes.py."""
+  leave_on_signals()  # first: other imports are inside functions, so that this line runs within milliseconds
+  # While Python exits, nothing is left to save, so Ctrl-C must not change the exit code.
   atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-  lose_output()
-  with escaped_output():  # also the traceback of a bug
+  tolerate_write_errors()
+  with escaped_output():  # also around the traceback of a bug
     try:
       code = _run(argv, called=None)
     except Exception:
       traceback.print_exc()
       code = exit_codes.FAILED
   sys.stdout.flush()
-  # Python's own exit would wait for threads in native code, such as the compiler's, and for a save that cannot end.
+  # Python's exit would wait for threads in native code, such as a compilation, and for a save that hangs.
   if code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S):
     sys.stderr.flush()
     os._exit(code)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _threads_remain(limit_s: float) -> bool:
-  """Waits for the threads that keep a process alive; returns whether some still run after `limit_s` seconds."""
+  """Waits for all threads that are not daemons; returns whether some still run after `limit_s` seconds."""
   end = time.monotonic() + limit_s
   while any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
     if time.monotonic() > end:
@@ -69,13 +69,13 @@ def _threads_remain(limit_s: float) -> bool:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-  """Runs one command from Python, such as a job of a sweep or a notebook; returns the exit code."""
+  """Runs one command from Python, such as in a sweep or a notebook; returns the exit code."""
   with escaped_output():
     return _run(argv, called=time.monotonic())
 
 
 def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
-  """Runs one command. `called`: see Command."""
+  """Runs one command; `called` is that of Command."""
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
@@ -99,7 +99,7 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
     print(f'spmd-tasks: {sentence}', file=sys.stderr)
     traceback.print_exception(error)
     return exit_codes.FAILED
-  except KeyboardInterrupt:  # the process was connected to others until just now
+  except KeyboardInterrupt:  # raised by sigterm.py in a process that was connected to others
     print(SENTENCE.decode().strip(), file=sys.stderr)
     return exit_codes.INTERRUPTED
   finally:
@@ -107,7 +107,7 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
 
 
 def _print_version() -> int:
-  """Shows the versions that a bug report should name; imports none of the packages."""
+  """Prints the versions for bug reports, without importing the packages."""
   from importlib import metadata
   import platform
 
@@ -118,21 +118,21 @@ def _print_version() -> int:
       return f'{package} (not installed)'
 
   print(', '.join([*map(version, ('spmd-tasks', 'jax', 'jaxlib')), f'Python {platform.python_version()}']))
-  return _answered()
+  return _printed()
 
 
 def _print_list() -> int:
-  """Shows the registered experiments."""
+  """Prints the registered experiments."""
   from spmd_tasks.config.listing import list_experiments
 
   experiments = list_experiments()
   width = max(len(name) for name, _ in experiments) + 2
   print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
-  return _answered()
+  return _printed()
 
 
 def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
-  """Runs --print_config or a mode, after the checks that do not need an experiment."""
+  """Runs --print_config or a mode, after the checks that need no experiment."""
   from spmd_tasks.extensions import call, expand, require
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
 
@@ -156,31 +156,31 @@ def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
   from spmd_tasks.command import Command
 
   code = call(mode.run, Command(flags=args, mode=mode.name, called=called))
-  return _answered() if mode.answers_on_stdout and code == exit_codes.OK else code
+  return _printed() if mode.prints_result and code == exit_codes.OK else code
 
 
-def _answered() -> int:
-  """Returns the exit code of a command that answers on stdout: FAILED if output was lost. A reader may leave early."""
+def _printed() -> int:
+  """Returns the exit code of a command whose result is printed: FAILED if stdout could not be written."""
   sys.stdout.flush()
-  if (lost := lost_output()) is None:
+  if (error := stdout_error()) is None:
     return exit_codes.OK
-  print(f'spmd-tasks: output was lost, because stdout cannot be written: {lost.strerror}', file=sys.stderr)
+  print(f'spmd-tasks: output was lost, because stdout cannot be written: {error.strerror}', file=sys.stderr)
   return exit_codes.FAILED
 
 
 def _import_jax() -> None:
-  """Imports JAX, which reads its environment variables, and refuses values with which nothing would run."""
+  """Imports JAX and checks its environment variables."""
   try:
     import jax  # noqa: F401
   except ValueError as error:
-    raise UserError(f'an environment variable of JAX has a value that JAX does not accept: {error}.') from error
+    raise UserError(f'JAX does not accept the value of an environment variable: {error}.') from error
   from spmd_tasks.distributed.environment import refuse_unusable_environment
 
   refuse_unusable_environment()
 
 
 def _print_config(args: 'argparse.Namespace') -> int:
-  """Shows every field of an experiment."""
+  """Prints every field of an experiment."""
   _import_jax()
   from spmd_tasks.command import Command
   from spmd_tasks.config import to_json
@@ -189,7 +189,7 @@ def _print_config(args: 'argparse.Namespace') -> int:
   command = Command(flags=args)
   command.use_fake_devices()
   print(format_config(to_json(command.resolve())))
-  return _answered()
+  return _printed()
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Declares the modes of the core, as an extension declares its own: train, eval, decode, export, preview."""
+"""Declares the modes of the core (train, eval, decode, export, preview) in the same way as an extension."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def _eval(command: Any) -> int:
 def _check_decode_once(flags: argparse.Namespace) -> None:
   if flags.decode_output is not None and flags.decode_input is None:
     raise UserError(
-      '--decode_output takes the outputs of one --decode_input: give both, or leave it out, and outputs go to '
+      '--decode_output is the file for the outputs of --decode_input: give both, or leave it out to write to '
       '<job_log_dir>/decode.'
     )
 
@@ -68,12 +68,12 @@ _STEPS = 'Write --num_train_steps N.'
 _DIRECTORY = 'Write --job_log_dir DIR.'
 _CONTINUES = 'A job continues from its newest checkpoint whenever --job_log_dir has one: leave it out.'
 _DEVICES = 'A job uses all devices that JAX sees; --num_fake_devices N makes a CPU act as N devices.'
-_CONTINUES_FROM = 'A new job starts from the weights of another one by --set init_from=DIR.'
+_CONTINUES_FROM = 'To start from the weights of another job, write --set init_from=DIR.'
 _DECODE = 'Write --mode decode_once.'
 
 CORE = Extension(
   name='core',
-  foreign_flags={  # of training scripts in general, and of earlier versions
+  foreign_flags={  # of other training scripts, and of earlier versions
     'supervise': 'The launcher restarts the job: see Launch files in docs/multi_host.md.',
     'supervisor_address': 'The launcher restarts the job: see Launch files in docs/multi_host.md.',
     **dict.fromkeys(('experiment', 'experiment_name', 'exp_name'), 'Write --exp NAME.'),
@@ -94,7 +94,7 @@ CORE = Extension(
       needs_directory=True,
       flags=(ACCEPT_CONFIG_CHANGES,),
       remedies={
-        'checkpoint_step': 'training continues from the newest checkpoint. To go back to an earlier one, move the '
+        'checkpoint_step': 'training continues from the newest checkpoint. To continue from an earlier one, move the '
         'later ones out of <job_log_dir>/checkpoints'
       },
     ),
@@ -119,8 +119,8 @@ CORE = Extension(
       needs_directory=True,
       flags=(_DECODE_INPUT, ACCEPT_CONFIG_CHANGES),
       remedies={
-        'checkpoint_step': '--mode decode follows every new checkpoint; take --mode decode_once',
-        'watch': '--mode decode follows every new checkpoint without it',
+        'checkpoint_step': '--mode decode decodes with every new checkpoint; use --mode decode_once',
+        'watch': '--mode decode always decodes with every new checkpoint',
         'decode_output': _TO_DIRECTORY,
       },
     ),
@@ -142,7 +142,7 @@ CORE = Extension(
       help='writes the model in the format of another program',
       run='spmd_tasks.programs.export:run',
       flags=(
-        Flag(name='out', metavar='PATH', help='a new folder; of --format t5x, a MODEL_DIR'),
+        Flag(name='out', metavar='PATH', help='a new folder; with --format t5x, a MODEL_DIR'),
         Flag(
           name='format',
           choices=tuple(fmt.name for fmt in formats() if fmt.export is not None),
@@ -157,7 +157,7 @@ CORE = Extension(
       name='preview',
       help='shows examples of the training input',
       run='spmd_tasks.programs.preview:run',
-      answers_on_stdout=True,
+      prints_result=True,
       flags=(
         Flag(name='num_examples', type=int, metavar='N', help='how many examples of the training input; default: 4'),
       ),

@@ -1,16 +1,16 @@
-"""Resolves names of code in a config, `module:name`, to the code, which strangers may have named.
+"""Loads functions that a config names as `module:name`, although a stranger may have written the config.
 
     load_reference('my_lab.rewards:score', directories)
 
-A reference is resolved only to a function or class that is defined in a module below one of the directories, or that an
-installed package registers under its whole name:
+A reference is loaded only if the function or class is defined in a module below one of the directories, or if an
+installed package registers the whole reference:
 
     [project.entry-points."spmd_tasks.functions"]
     score = "their_lab.rewards:score"
 
-The directories are those of the user's own command: where the experiment's own code was imported from,
---experiment_path and, if the user named the experiment, the current directory. Python's own modules, this package and
-other installed packages do not count, although they may be installed below one of the directories.
+The directories come from the user's own command: the directory of the experiment's code, --experiment_path and, if the
+user named the experiment, the current directory. Python's own modules, this package and other installed packages are
+excluded, even if they are installed below one of the directories.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,10 +38,10 @@ _INSTALLED = {
 
 
 def load_reference(reference: str, directories: Sequence[Path]) -> Any:
-  """Returns what `module:name` names.
+  """Returns the function or class that `module:name` names.
 
-  Raises a UserError: it is not of this form, it is neither below the directories nor registered, or it is defined in a
-  module that is neither.
+  Raises a UserError: the reference has another form, it is neither below the directories nor registered, or the object
+  is defined elsewhere.
   """
   check_reference(reference, directories)
   module, _, name = reference.partition(':')
@@ -49,14 +49,14 @@ def load_reference(reference: str, directories: Sequence[Path]) -> Any:
   defined_in = _module_of(value)
   if not is_registered(reference) and not (defined_in and is_below(defined_in, directories)):
     raise UserError(
-      f'{reference} is defined in {defined_in or "no module"}, which is not code of your own: name a function of your '
-      'own that calls it.'
+      f'{reference} is defined in {defined_in or "no module"}, which is not your own code: name a function of your own '
+      'that calls it.'
     )
   return value
 
 
 def check_reference(reference: str, directories: Sequence[Path]) -> None:
-  """Raises a UserError if `load_reference` would not import the module of a reference; imports nothing."""
+  """Raises a UserError if `load_reference` would refuse to import the module of a reference; imports nothing."""
   module, _, name = reference.partition(':')
   if not all(part.isidentifier() for part in (*module.split('.'), name)):
     raise UserError(f'{reference!r} is not a reference: write module:name.')
@@ -72,29 +72,29 @@ def check_reference(reference: str, directories: Sequence[Path]) -> None:
       'name: name a function of your own that calls it.'
     )
   if is_below(top, directories):
-    raise UserError(f'{reference} is in no file below {place_of(top)}, where {top} is: correct the name of the module.')
-  places = ', '.join(dict.fromkeys(map(str, directories))) or 'no directory'
+    raise UserError(f'{reference} names no file below {place_of(top)}, where {top} is: correct the name of the module.')
+  places = ', '.join(dict.fromkeys(map(str, directories))) or 'none'
   raise UserError(
-    f'{reference} is not below a directory of this command ({places}), and no installed package registers it: '
+    f'{reference} is not below the directories of this command ({places}), and no installed package registers it: '
     f'{remedy(top)}.'
   )
 
 
 def is_registered(reference: str) -> bool:
-  """Whether an installed package registers a reference."""
+  """Returns whether an installed package registers a reference."""
   return any(point.value == reference for point in metadata.entry_points(group=ENTRY_POINTS))
 
 
 def remedy(top: str) -> str:
-  """What a user can do who trusts the code of a top-level module that a config names."""
+  """Returns the remedy for a user who trusts the top-level module that a config names."""
   place = place_of(top)
   if place is None:
-    return f'add --experiment_path DIR, the directory that holds {top}'
+    return f'add --experiment_path DIR, the directory of {top}'
   return f'if you trust the code in {place}, add --experiment_path {place}'
 
 
 def place_of(top: str) -> Path | None:
-  """The directory from which a top-level module might be imported, for a message; only file names are looked at."""
+  """Returns the directory of a top-level module, by file names alone, for a message."""
   for directory in map(Path, (os.curdir, *sys.path)):
     if _holds(directory, top):
       return directory.resolve()
@@ -102,9 +102,9 @@ def place_of(top: str) -> Path | None:
 
 
 def is_below(module_name: str, directories: Iterable[Path]) -> bool:
-  """Whether the files of a module, and of the packages around it, all lie below one of the directories.
+  """Returns whether the files of a module, and of its parent packages, are below one of the directories.
 
-  What is installed below a directory, such as in the virtual environment of a project, is not a part of it.
+  Packages installed below a directory, such as in a project's virtual environment, do not count.
   """
   parts = module_name.split('.')
   if parts[0] in sys.stdlib_module_names or parts[0] == 'spmd_tasks':
@@ -114,7 +114,7 @@ def is_below(module_name: str, directories: Iterable[Path]) -> bool:
     spec = _find_spec('.'.join(parts[:end]), locations)
     if spec is None:
       return False
-    if spec.has_location and spec.origin is not None:  # otherwise it is built in, or a package without a file to run
+    if spec.has_location and spec.origin is not None:  # otherwise it is built in, or a namespace package
       if not any(_is_part(Path(spec.origin).resolve(), directory) for directory in directories):
         return False
     elif not spec.submodule_search_locations:
@@ -124,7 +124,7 @@ def is_below(module_name: str, directories: Iterable[Path]) -> bool:
 
 
 def directories_of(cls: type) -> list[Path]:
-  """The directories of the modules of a class and its bases; of an installed package that package's alone."""
+  """Returns the directories of the modules of a class and its bases; for an installed package, only the package's."""
   places = []
   for module_name in dict.fromkeys(base.__module__ for base in cls.__mro__):
     top = module_name.partition('.')[0]
@@ -136,19 +136,19 @@ def directories_of(cls: type) -> list[Path]:
 
 
 def part_of(directory: Path, top: str) -> Path:
-  """Returns a directory of modules; of one of installed packages the package or file of the module `top` alone."""
+  """Returns a directory of modules; if packages are installed there, only the package or file of the module `top`."""
   if not is_installed(directory):
     return directory
   return directory / (top if (directory / top).is_dir() else f'{top}.py')
 
 
 def is_installed(directory: Path) -> bool:
-  """Whether installed packages, or Python's own modules, are in a directory."""
+  """Returns whether a directory holds installed packages or Python's own modules."""
   return directory in _INSTALLED
 
 
 def import_root(module_name: str) -> Path | None:
-  """The directory of sys.path from which a module was imported; None for one without a file."""
+  """Returns the directory of sys.path from which a module was imported; None for a module without a file."""
   module = sys.modules.get(module_name)
   if module_name == '__main__' or getattr(module, '__file__', None) is None:
     return None
@@ -163,14 +163,14 @@ def _is_part(file: Path, directory: Path) -> bool:
 
 
 def _module_of(value: Any) -> str | None:
-  """The module in which a function or class, or the function under a `partial`, is defined; of an object, its class."""
+  """Returns the module that defines a function or class, the function of a `partial`, or the class of an object."""
   while isinstance(value, functools.partial):
     value = value.func
   return getattr(value, '__module__', None)
 
 
 def _make_importable(top: str, directories: Sequence[Path]) -> None:
-  """Puts the directory that holds a module at the end of sys.path, unless the module is found already."""
+  """Appends the directory of a module to sys.path, unless the module can be imported already."""
   if _find_spec(top, None) is None:
     sys.path += [str(directory) for directory in directories if _holds(directory, top)][:1]
     importlib.invalidate_caches()
@@ -181,11 +181,11 @@ def _holds(directory: Path, top: str) -> bool:
 
 
 def _find_spec(name: str, locations: Iterable[str] | None) -> ModuleSpec | None:
-  """The spec of a module in the package of these locations; unlike importlib.util's, the package is not imported."""
+  """Returns the spec of a module in a package with these locations; importlib.util would import the package."""
   try:
     if name in sys.modules or '.' not in name:
       return importlib.util.find_spec(name)
-    # By its last part: of a package without an __init__.py in another one, the finder would look for the outer one.
+    # By its last part: for a whole name in a namespace package, the finder would search for the outer package.
     return PathFinder.find_spec(name.rpartition('.')[2], list(locations or ()))
   except (ImportError, ValueError, AttributeError):
     return None

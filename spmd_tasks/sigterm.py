@@ -1,17 +1,17 @@
-"""Ends a command that is told to end (SIGTERM, Ctrl-C) while it has nothing to save: as it starts, and as it ends.
+"""Ends a command on SIGTERM or Ctrl-C while it has nothing to save: during its start and its end.
 
     leave_on_signals()                # the binary's first line
-    ...                               # imports, restoring, compilation: either signal ends the process at once
-    with PreemptionGuard() as guard:  # its handlers take the place of ours, and give it back afterwards
+    ...                               # imports, restore, compilation: either signal ends the process at once
+    with PreemptionGuard() as guard:  # replaces these handlers, and restores them afterwards
 
-A launcher that starts preempted jobs again then does so, too, where the signal came a second after the start. Only the
-standard library is imported, so that little time passes before the first line; interrupt.py answers Ctrl-C before it.
+So a launcher that restarts preempted jobs also restarts a job that is preempted a second after its start. Only the
+standard library is imported, so that the handlers are set early; before that, interrupt.py handles Ctrl-C.
 
-A handler of Python runs when the main thread comes back from native code, which may be minutes later in a compilation.
-So a thread waits for the byte that Python's own signal handler writes at once (`signal.set_wakeup_fd`).
+Python runs a handler only when the main thread returns from native code, which may take minutes during a compilation.
+So a thread waits for the byte that Python's C signal handler writes at once (`signal.set_wakeup_fd`).
 
-A process that is connected to others does not leave alone: JAX takes SIGTERM, and Ctrl-C raises KeyboardInterrupt, of
-which emergency_exit.py tells the others.
+A process that is connected to others does not leave alone: JAX handles SIGTERM, and Ctrl-C raises a KeyboardInterrupt,
+which emergency_exit.py reports to the others.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from spmd_tasks import exit_codes, interrupt
 
 _SENTENCE = b'spmd-tasks: preempted by SIGTERM with nothing to save; run the same command again.\n'
 
-_WAITS = b'\nspmd-tasks: Ctrl-C: ending as soon as what runs now returns; again: leaving at once.\n'
+_WAITS = b'\nspmd-tasks: Ctrl-C: ending after the current native call. Press again to leave at once.\n'
 _TWICE = b'\nspmd-tasks: interrupted twice: left at once.\n'
-_PATIENCE_S = 1.0  # within which the main thread has answered Ctrl-C, unless it is in native code
+_MAIN_THREAD_LIMIT_S = 1.0  # for the main thread to handle Ctrl-C; if it is in native code, it takes longer
 
 _first_to_leave = threading.Lock()
 _write_end: int | None = None  # of the pipe to the thread
-_is_interrupted = False  # whether the main thread has answered Ctrl-C
-_process: int | None = None  # the process that the handlers are for, rather than a child that was forked from it
+_is_interrupted = False  # whether the main thread has handled Ctrl-C
+_process: int | None = None  # the process that set the handlers, not a forked child
 
 
 def leave_on_signals() -> None:
-  """Makes SIGTERM and Ctrl-C end the process at once until other handlers are set; call it on the main thread.
+  """Makes SIGTERM and Ctrl-C end the process at once until other handlers are set; call this on the main thread.
 
-  SIGTERM ends it with PREEMPTED, Ctrl-C, unless that is ignored, with INTERRUPTED.
+  The exit codes are PREEMPTED and INTERRUPTED. Ctrl-C stays ignored if it was.
   """
   global _process, _write_end
   _process = os.getpid()
@@ -58,7 +58,7 @@ def leave_on_signals() -> None:
 
 
 def ending_signals() -> list[signal.Signals]:
-  """What asks a server to end in order: also SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
+  """Returns the signals that make a server finish its requests and end; SIGHUP only if it is not ignored (nohup)."""
   is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
   return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
@@ -74,17 +74,17 @@ def _watch(read_end: int) -> None:
       num_interrupts += numbers.count(signal.SIGINT)
       if num_interrupts > 1:
         _leave(_TWICE, exit_codes.INTERRUPTED)
-      if not select.select([read_end], [], [], _PATIENCE_S)[0] and not _is_interrupted:
+      if not select.select([read_end], [], [], _MAIN_THREAD_LIMIT_S)[0] and not _is_interrupted:
         say(_WAITS)
 
 
 def _is_ours(signum: signal.Signals) -> bool:
-  """Whether nobody has set another handler, who then answers the signal."""
+  """Returns whether the signal still has the handler of this module."""
   return signal.getsignal(signum) in (_on_sigterm, _on_sigint)
 
 
 def _has_peers() -> bool:
-  """Whether this process is connected to others; does not import JAX, and JAX may be half imported."""
+  """Returns whether this process is connected to others. JAX may not be imported yet, or only half."""
   distributed = getattr(sys.modules.get('jax'), 'distributed', None)
   return distributed is not None and distributed.is_initialized()
 
@@ -112,26 +112,26 @@ def _on_sigint(signum: int, frame: types.FrameType | None) -> None:
 
 
 def _end_child(signum: int) -> None:
-  """Ends a forked child as any process ends."""
+  """Ends a forked child by the signal's default action."""
   signal.signal(signum, signal.SIG_DFL)
   os.kill(os.getpid(), signum)
 
 
 def _leave(sentence: bytes, code: int) -> None:
-  """Ends the process, or returns if another thread is just doing that."""
+  """Ends the process; returns if another thread is already doing so."""
   if _first_to_leave.acquire(blocking=False):
     say(sentence)
     os._exit(code)
 
 
 def say(sentence: bytes) -> None:
-  """Writes to stderr from a signal handler, or does nothing where that would block or fail."""
+  """Writes to stderr from a signal handler; does nothing if that would block or fail."""
   with contextlib.suppress(OSError):
-    if select.select([], [2], [], 0)[1]:  # nobody may be reading, and a full pipe would block
-      os.write(2, sentence)  # the descriptor, as the signal may have come while sys.stderr was in use
+    if select.select([], [2], [], 0)[1]:  # a full pipe that nobody reads would block
+      os.write(2, sentence)  # to the descriptor, as the signal may have interrupted a write to sys.stderr
 
 
 def _wake(is_on: bool) -> None:
-  """Switches the thread's waking off around a fork, because a signal to the child would wake the parent's thread."""
+  """Turns the wakeup of the thread on or off around a fork, as a signal to the child would wake the parent's thread."""
   if _is_ours(signal.SIGTERM) and threading.current_thread() is threading.main_thread():
     signal.set_wakeup_fd(_write_end if is_on and _write_end is not None else -1, warn_on_full_buffer=False)

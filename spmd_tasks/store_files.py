@@ -1,4 +1,4 @@
-"""Files on a disk or in a store: those that files.py's `append` has written (append_objects.py), and whole folders."""
+"""Reads and replaces appended files (append_objects.py), and copies folders, on a disk or in a store."""
 
 import io
 import os
@@ -15,12 +15,12 @@ _MIRROR_PERIOD_S = 2.0
 
 
 def read_appended(path: epath.Path) -> bytes:
-  """Reads a whole file. Raises OSError as `read_bytes`."""
+  """Reads a whole file that `append` of files.py has written. Raises OSError as `read_bytes`."""
   return append_objects.read(path) if is_remote(path) else read_bytes(path)
 
 
 def replace_appended(path: epath.Path, data: bytes) -> None:
-  """Gives a file another content, which `append` goes on from."""
+  """Replaces the content of a file; `append` then adds to it."""
   if is_remote(path):
     append_objects.replace(path, data)
   else:
@@ -28,19 +28,19 @@ def replace_appended(path: epath.Path, data: bytes) -> None:
 
 
 def local_folder(path: epath.PathLike) -> epath.Path:
-  """Returns `absolute_path` of a folder or file, or, of a URL, that of a copy on this disk."""
+  """Returns the absolute path of a folder or file, for a URL the path of a copy on this disk."""
   return epath.Path(stores.local_folder(os.fspath(path))) if is_remote(path) else absolute_path(path)
 
 
 def place_to_read(path: epath.PathLike) -> epath.Path:
-  """Returns `absolute_path`, or, of what is on the hub, `local_folder`."""
+  """Returns the absolute path of a folder or file, for a hub URL the path of a copy on this disk."""
   return local_folder(path) if os.fspath(path).startswith('hf://') else absolute_path(path)
 
 
 def mirror(url: epath.Path) -> epath.Path:
-  """Returns a directory of this disk with all files of a folder in a store, to which new ones there are added.
+  """Copies a folder of a store to a directory of this disk, and uploads files that are added there later.
 
-  That is done in the background, seconds after a file has stopped growing; a process that ends sooner adds nothing.
+  Files are uploaded in the background, seconds after they stop growing, unless the process ends sooner.
   """
   known = {os.path.basename(path) for path in stores.local_copies(os.fspath(url))}
   directory = epath.Path(stores.local_path(os.fspath(url)))
@@ -59,15 +59,15 @@ def _add_new(directory: epath.Path, url: epath.Path, known: set[str]) -> None:
         if sizes[name] == before.get(name) and not name.endswith('.partial'):
           stores.create(url / name, (directory / name).read_bytes())
           known.add(name)
-    except FileNotFoundError:  # a copy that another process makes has just got its name
+    except FileNotFoundError:  # another process has just renamed its partial copy
       pass
     except OSError as error:
-      warning = 'new files of %s are not added to %s, which is tried again: %s'
+      warning = 'new files in %s cannot be uploaded to %s yet: %s'
       logging.log_first_n(logging.WARNING, warning, 1, directory, url, error)
 
 
 class GrowingFile(io.BytesIO):
-  """A file in a store: `flush` appends what was written since the last one."""
+  """A file in a store: `flush` appends the data written since the last flush."""
 
   def __init__(self, path: epath.Path):
     super().__init__()

@@ -1,17 +1,17 @@
-"""Reaches object stores, gs:// and s3://, where they differ from a file system: what exists, who was first, arrays.
+"""Reads, writes and lists objects in stores, gs:// and s3://.
 
-    check_store('gs://bucket/job')               # one sentence if a package, the credentials or the bucket is missing
-    create(path, data)                           # False: the object is there; of several callers at once one gets True
+    check_store('gs://bucket/job')               # a UserError if a package, the credentials or the bucket is missing
+    create(path, data)                           # False if the object exists; true for one of several concurrent calls
     sizes_below(path)                            # every object below, from one listing
     ts.KvStore.open(kvstore_spec(path))          # TensorStore's own driver, for arrays
 
-All else is `etils.epath` over fsspec (gcsfs, s3fs), whose writes are of whole objects: one appears complete or not at
-all. These two are chosen because etils knows them, and because their `create` is a true conditional write:
-x-goog-if-generation-match: 0, and If-None-Match: *. TensorStore's S3 driver asks first and writes then, so two callers
-can both succeed. Listings are never cached: other jobs write to the same place.
+Other operations use `etils.epath` over fsspec (gcsfs, s3fs), which writes whole objects, so an object is never half
+written. These two clients are used because etils supports them, and because their `create` is a conditional write:
+x-goog-if-generation-match: 0, and If-None-Match: *. TensorStore's S3 driver reads before it writes, so two concurrent
+calls could both succeed. Listings are never cached, as other jobs write to the same place.
 
-Credentials are found by the clouds' own defaults. Emulators are found by AWS_ENDPOINT_URL, or by STORAGE_EMULATOR_HOST
-(gcsfs) and TENSORSTORE_GCS_HTTP_URL with GOOGLE_AUTH_TOKEN_FOR_TESTING (TensorStore, which has no other setting).
+Credentials come from the clouds' default settings. For emulators set AWS_ENDPOINT_URL, or STORAGE_EMULATOR_HOST (gcsfs)
+and TENSORSTORE_GCS_HTTP_URL with GOOGLE_AUTH_TOKEN_FOR_TESTING (TensorStore).
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _LOGIN = {
   'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE',
   's3': 'aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
 }
-_MAKE = {'gs': 'gcloud storage buckets create gs://{}', 's3': 'aws s3 mb s3://{}'}
+_CREATE_BUCKET = {'gs': 'gcloud storage buckets create gs://{}', 's3': 'aws s3 mb s3://{}'}
 _LIBRARIES = ('gcsfs', 's3fs', 'fsspec', 'botocore', 'aiobotocore', 'aiohttp', 'google', 'requests')
 _NO_CREDENTIALS = re.compile('credentials|UNAUTHENTICATED|InvalidAccessKeyId|SignatureDoesNotMatch|401', re.IGNORECASE)
 _NO_RIGHT = re.compile('forbidden|denied|does not have storage|403', re.IGNORECASE)
@@ -42,24 +42,23 @@ _NO_BUCKET = re.compile('bucket does not exist|NoSuchBucket', re.IGNORECASE)
 
 
 def split_url(path: str | os.PathLike[str]) -> tuple[str, str, str]:
-  """Returns scheme, bucket and key of a URL."""
+  """Returns the scheme, bucket and key of a URL."""
   scheme, _, rest = os.fspath(path).partition('://')
   bucket, _, key = rest.partition('/')
   return scheme, bucket, key
 
 
 def check_store(url: str | os.PathLike[str]) -> None:
-  """Raises a UserError if the store of a URL cannot be used; asks it once for each bucket."""
+  """Raises a UserError if the store of a URL cannot be used; checks each bucket once."""
   scheme, bucket, _ = split_url(url)
   if scheme == 'hf':
-    raise UserError(f'{os.fspath(url)} is a place to read models and data from; a job needs gs://, s3:// or a disk.')
+    raise UserError(f'{os.fspath(url)} can only be read: give a path on gs://, s3:// or a disk.')
   if scheme not in _PACKAGES:
     raise UserError(
-      f'{os.fspath(url)!r} is a URL of a kind that is not known: gs:// and s3:// are; mount other stores, or copy the '
-      'files, and give that path.'
+      f'{os.fspath(url)!r} is a URL of an unknown kind: give gs:// or s3://, or the path of a mounted or copied folder.'
     )
   if not bucket:
-    raise UserError(f'{os.fspath(url)!r} names no bucket: give {scheme}://BUCKET/PATH.')
+    raise UserError(f'{os.fspath(url)!r} has no bucket: give {scheme}://BUCKET/PATH.')
   _check_bucket(scheme, bucket)
 
 
@@ -68,13 +67,13 @@ def _check_bucket(scheme: str, bucket: str) -> None:
   require('stores', _PACKAGES[scheme], wants=f'{scheme}://')
   if scheme == 'gs' and 'STORAGE_EMULATOR_HOST' in os.environ and 'TENSORSTORE_GCS_HTTP_URL' not in os.environ:
     raise UserError(
-      'STORAGE_EMULATOR_HOST is set, which TensorStore does not know: also set TENSORSTORE_GCS_HTTP_URL to the same '
+      'STORAGE_EMULATOR_HOST is set, which TensorStore does not read: also set TENSORSTORE_GCS_HTTP_URL to the same '
       'URL, and GOOGLE_AUTH_TOKEN_FOR_TESTING to any text.'
     )
   try:
     try:
       _file_system(scheme).info(bucket)
-    except FileNotFoundError:  # also where this user may not look at the bucket itself
+    except FileNotFoundError:  # also raised if this user may not read the bucket's metadata
       _file_system(scheme).ls(bucket)
   except Exception as error:
     if (problem := describe_store_error(error, f'{scheme}://{bucket}')) is None:
@@ -83,14 +82,14 @@ def _check_bucket(scheme: str, bucket: str) -> None:
 
 
 def describe_store_error(error: BaseException, url: str | os.PathLike[str]) -> tuple[str, str] | None:
-  """Returns the reason and the remedy, as two phrases, of an error of a store; None for any other error."""
+  """Returns the reason and the remedy of a store's error, as two phrases; None for any other error."""
   text = ' '.join(str(error).split())[:300] or type(error).__name__
   is_native = isinstance(error, ValueError) and re.match('[A-Z_]+: |Invalid endpoint', text)  # of TensorStore, botocore
   if not (isinstance(error, OSError) or is_native or type(error).__module__.partition('.')[0] in _LIBRARIES):
     return None
   scheme, bucket, _ = split_url(url)
   if _NO_BUCKET.search(text) or (isinstance(error, FileNotFoundError) and bucket == os.path.basename(os.fspath(url))):
-    return 'there is no such bucket', _MAKE[scheme].format(bucket)
+    return 'there is no such bucket', _CREATE_BUCKET[scheme].format(bucket)
   if _NO_RIGHT.search(text) or isinstance(error, PermissionError):
     return text, f'give this user the right to list, read and write there, or log in as another ({_LOGIN[scheme]})'
   if _NO_CREDENTIALS.search(text):
@@ -100,7 +99,7 @@ def describe_store_error(error: BaseException, url: str | os.PathLike[str]) -> t
 
 @contextlib.contextmanager
 def _os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-  """Gives what a client raises the form of a disk's errors, with a number."""
+  """Turns errors of a store's client into OSErrors with an errno."""
   try:
     yield
   except FileNotFoundError as error:
@@ -114,9 +113,10 @@ def _os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def create(path: str | os.PathLike[str], data: bytes) -> bool:
-  """Writes an object where there is none; False if there is one. Of several callers at once one gets True.
+  """Writes an object and returns True, or returns False if it exists. One of several concurrent calls returns True.
 
-  `data` must be the caller's own (a random token): so it is known that an object is one's own whose answer was lost.
+  `data` must be unique to the caller, such as by a random token. If the response to the write is lost, the caller
+  recognizes its own object by it.
   """
   try:
     with _os_errors(path):
@@ -127,19 +127,19 @@ def create(path: str | os.PathLike[str], data: bytes) -> bool:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-  """Writes or replaces an object, as a whole."""
+  """Writes or replaces an object atomically."""
   with _os_errors(path):
     _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data)
 
 
 def read(path: str | os.PathLike[str], num_bytes: int | None = None) -> bytes:
-  """Reads an object, or its first bytes, by one request. Raises FileNotFoundError."""
+  """Reads an object, or its first bytes, in one request. Raises FileNotFoundError."""
   with _os_errors(path):
     return _file_system(split_url(path)[0]).cat_file(os.fspath(path), start=num_bytes and 0, end=num_bytes)
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-  """Whether there is an object, which is not empty, of this very name."""
+  """Returns whether there is a nonempty object of exactly this name."""
   try:
     return bool(read(path, 1))
   except FileNotFoundError:
@@ -147,29 +147,31 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 
 def remove(urls: list[str]) -> None:
-  """Deletes objects; those that are not there do not matter."""
+  """Deletes objects; ignores missing ones."""
   for url in urls:
     with _os_errors(url), contextlib.suppress(FileNotFoundError):
       _file_system(split_url(url)[0]).rm_file(url)
 
 
 def glob_below(path: str | os.PathLike[str], pattern: str) -> list[str]:
-  """Returns what matches a pattern below a directory, sorted: one listing for each part of the pattern."""
+  """Returns the URLs below a directory that match a pattern, sorted; makes one listing per part of the pattern."""
   first, _, rest = pattern.partition('/')
   scheme, _, key = os.fspath(path).partition('://')
   try:
     with _os_errors(path):
-      found = _file_system(scheme).ls(key, detail=False)
+      keys = _file_system(scheme).ls(key, detail=False)
   except FileNotFoundError:
     return []
-  names = sorted({each.rstrip('/').rpartition('/')[2] for each in found})
-  chosen = [f'{os.fspath(path)}/{name}' for name in names if fnmatch.fnmatchcase(name, first)]
-  return [deeper for each in chosen for deeper in glob_below(each, rest)] if rest else chosen
+  names = sorted({child.rstrip('/').rpartition('/')[2] for child in keys})
+  urls = [f'{os.fspath(path)}/{name}' for name in names if fnmatch.fnmatchcase(name, first)]
+  return [below for url in urls for below in glob_below(url, rest)] if rest else urls
 
 
 def upload(directory: str | os.PathLike[str], url: str | os.PathLike[str]) -> None:
-  """Copies all below a directory of this disk; config.json comes last, as readers look for it."""
-  names = [os.path.relpath(os.path.join(at, name), directory) for at, _, each in os.walk(directory) for name in each]
+  """Uploads all files below a local directory; config.json last, as readers look for it."""
+  names = [
+    os.path.relpath(os.path.join(root, name), directory) for root, _, files in os.walk(directory) for name in files
+  ]
   with _os_errors(url):
     for name in sorted(names, key=lambda name: (name == 'config.json', name)):
       _file_system(split_url(url)[0]).put_file(os.path.join(directory, name), f'{os.fspath(url)}/{name}')
@@ -179,20 +181,20 @@ def sizes_below(path: str | os.PathLike[str]) -> dict[str, int]:
   """Returns the size of every object below a directory, by its name there."""
   key = f'{os.fspath(path).partition("://")[2].rstrip("/")}/'
   with _os_errors(path):
-    found = _file_system(split_url(path)[0]).find(key, detail=True)
-  return {name.removeprefix(key): int(about['size']) for name, about in found.items() if not name.endswith('/')}
+    objects = _file_system(split_url(path)[0]).find(key, detail=True)
+  return {name.removeprefix(key): int(info['size']) for name, info in objects.items() if not name.endswith('/')}
 
 
 def modified_s(path: str | os.PathLike[str]) -> float:
-  """Returns when an object was written, in seconds since the epoch. Raises FileNotFoundError."""
+  """Returns the time of an object's last write, in seconds since the epoch. Raises FileNotFoundError."""
   with _os_errors(path):
     return _file_system(split_url(path)[0]).modified(os.fspath(path)).timestamp()
 
 
 def local_copies(url: str) -> list[str]:
-  """Returns the paths of copies on this disk of what a URL names: by a pattern, a file, or all below a directory.
+  """Downloads a file, the files that match a pattern, or all files below a directory; returns the local paths.
 
-  A copy has the time of its object, and is used again as long as that and the size are the same.
+  A copy has the modification time of its object, and is reused while time and size are equal.
   """
   if url.startswith('hf://'):
     from spmd_tasks import hub
@@ -201,37 +203,37 @@ def local_copies(url: str) -> list[str]:
   check_store(url)
   scheme, _, key = url.rstrip('/').partition('://')
   file_system = _file_system(scheme)
-  found = file_system.glob(key, detail=True) if re.search('[*?[]', key) else file_system.find(key, detail=True)
+  objects = file_system.glob(key, detail=True) if re.search('[*?[]', key) else file_system.find(key, detail=True)
 
-  def copy(name: str, about: dict[str, Any]) -> str:
-    path, changed = local_path(f'{scheme}://{name}'), (about.get('mtime') or about['LastModified']).timestamp()
+  def download(name: str, info: dict[str, Any]) -> str:
+    path, modified = local_path(f'{scheme}://{name}'), (info.get('mtime') or info['LastModified']).timestamp()
     with contextlib.suppress(FileNotFoundError):
-      if (os.path.getsize(path), os.path.getmtime(path)) == (about['size'], changed):
+      if (os.path.getsize(path), os.path.getmtime(path)) == (info['size'], modified):
         return path
     partial = f'{path}.{secrets.token_hex(4)}.partial'
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file_system.get_file(name, partial)
-    os.utime(partial, (changed, changed))
+    os.utime(partial, (modified, modified))
     os.replace(partial, path)
     return path
 
-  files = {name: about for name, about in found.items() if about['type'] == 'file' and not name.endswith('/')}
+  files = {name: info for name, info in objects.items() if info['type'] == 'file' and not name.endswith('/')}
   for name in files:
-    if '..' in name.split('/'):  # its copy would be in the place of another file of this disk
-      raise UserError(f'{scheme}://{name} has a .. in its name, and is not copied to this disk: name it otherwise.')
+    if '..' in name.split('/'):  # its copy would overwrite another local file
+      raise UserError(f'{scheme}://{name} has .. in its name, which could overwrite other local files: rename it.')
   with ThreadPoolExecutor(8) as pool:
-    return list(pool.map(copy, files, files.values()))
+    return list(pool.map(download, files, files.values()))
 
 
 def local_path(url: str) -> str:
-  """Returns where `local_copies` puts the copy of a file or directory."""
+  """Returns the path of the local copy of a file or directory."""
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   return os.path.expanduser(os.path.join(cache, 'spmd_tasks', *url.rstrip('/').split('://')))
 
 
-@functools.cache  # for a whole process a folder is what it was when it was first read
+@functools.cache  # so that a folder does not change during a process
 def local_folder(url: str) -> str:
-  """Returns the path of a copy of a directory, or of a file, on this disk (see `local_copies`)."""
+  """Downloads a directory or file (see `local_copies`); returns the local path."""
   if url.startswith('hf://'):
     from spmd_tasks import hub
 
@@ -241,14 +243,14 @@ def local_folder(url: str) -> str:
     raise UserError(f'there is nothing at {url}: correct the URL.')
   path = local_path(url)
   for directory, _, names in os.walk(path):
-    for old in {os.path.join(directory, name) for name in names} - copies:
-      if not old.endswith('.partial'):
-        os.unlink(old)
+    for stale in {os.path.join(directory, name) for name in names} - copies:
+      if not stale.endswith('.partial'):
+        os.unlink(stale)
   return path
 
 
 def kvstore_spec(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns TensorStore's spec of a directory, in a store or on a disk."""
+  """Returns TensorStore's KvStore spec of a directory, in a store or on a disk."""
   if '://' not in os.fspath(path):
     return {'driver': 'file', 'path': f'{os.fspath(path)}/'}
   scheme, bucket, key = split_url(path)
@@ -259,16 +261,16 @@ def kvstore_spec(path: str | os.PathLike[str]) -> dict[str, Any]:
     if region := os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION'):
       spec['aws_region'] = region
     if 'AWS_ACCESS_KEY_ID' in os.environ:
-      spec['aws_credentials'] = {'type': 'environment'}  # else the driver's search prints the places without any
+      spec['aws_credentials'] = {'type': 'environment'}  # otherwise the driver searches, and prints its failures
   return spec
 
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
-  """Returns fsspec's client: the one that epath has, as it has the same arguments."""
+  """Returns fsspec's client; fsspec shares it with epath, as the arguments are equal."""
   import fsspec
 
-  logging.getLogger('gcsfs').addFilter(lambda record: not record.exc_info)  # it raises what it logs
+  logging.getLogger('gcsfs').addFilter(lambda record: not record.exc_info)  # gcsfs raises these errors as well
   client = fsspec.filesystem('gcs', finalize_on_close=True) if scheme == 'gs' else fsspec.filesystem(scheme)
   client.dircache.use_listings_cache = False
   return client

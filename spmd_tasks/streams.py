@@ -1,8 +1,8 @@
-r"""The standard streams of a command: what cannot be written is lost, and what would steer a terminal is escaped.
+r"""Makes stdout and stderr tolerate write errors, and escapes the control characters that are printed.
 
-lose_output()            # from here on, text that cannot be written is lost, and nothing else happens
-lost_output()            # the error of the first loss on stdout, for a command whose output is its purpose
-with escaped_output():   # names, paths and texts of files may come from anyone: they neither colour nor overwrite lines
+tolerate_write_errors()  # text that cannot be written is dropped from here on
+stdout_error()           # the first error on stdout, for commands whose output is their result
+with escaped_output():   # names, paths and texts of files may come from anyone: they must not control the terminal
   print('\x1b[2J')       # prints \x1b[2J
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _LossyFile(io.FileIO):
-  """A descriptor whose failed writes are lost; `error` is that of the first."""
+  """A file that drops failed writes; `error` is the first write's error."""
 
   error: OSError | None = None
 
@@ -31,10 +31,10 @@ class _LossyFile(io.FileIO):
 _files: dict[str, _LossyFile] = {}
 
 
-def lose_output() -> None:
-  """Makes stdout and stderr lose what cannot be written; /dev/null takes the place of closed standard streams.
+def tolerate_write_errors() -> None:
+  """Makes stdout and stderr drop text that cannot be written, and replaces closed standard streams by /dev/null.
 
-  The next files would get their numbers, and what libraries write to descriptor 2 would go into a checkpoint.
+  Otherwise the next opened file, such as a checkpoint's, could get descriptor 2, to which libraries write.
   """
   for descriptor in range(3):
     try:
@@ -42,7 +42,7 @@ def lose_output() -> None:
     except OSError:
       os.open(os.devnull, os.O_RDWR)
   for descriptor, name in ((1, 'stdout'), (2, 'stderr')):
-    stream = getattr(sys, name)  # None where it was closed
+    stream = getattr(sys, name)  # None if it was closed
     with contextlib.suppress(OSError, ValueError, AttributeError):
       stream.flush()
     _files[name] = _LossyFile(descriptor, 'w', closefd=False)
@@ -50,25 +50,25 @@ def lose_output() -> None:
     setattr(sys, name, io.TextIOWrapper(buffer, encoding=encoding, errors='backslashreplace', line_buffering=True))
 
 
-def lost_output() -> OSError | None:
-  """The error of the first text that stdout lost; None too where a reader has left, such as `head`."""
+def stdout_error() -> OSError | None:
+  """Returns the first error of a write to stdout; None if the reader has just closed the pipe, as `head` does."""
   error = _files['stdout'].error if _files else None
   return None if isinstance(error, BrokenPipeError) else error
 
 
-# Control characters but tab and newline, line separators, and the marks that reverse the direction of what follows.
-_STEERING = [*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029]
-_STEERING += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPES = {code: chr(code).encode('unicode_escape').decode() for code in _STEERING}
+# Control characters except tab and newline, line separators, and marks that reverse the direction of text.
+_CONTROL = [*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, 0x2028, 0x2029]
+_CONTROL += [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: chr(code).encode('unicode_escape').decode() for code in _CONTROL}
 
 
 def escape(text: str) -> str:
-  """Replaces the characters that steer a terminal by their escapes (in Python's form); tabs and newlines stay."""
+  """Replaces control characters by Python's escapes, except tabs and newlines."""
   return text.translate(_ESCAPES)
 
 
 class _EscapedStream:
-  """A text stream that escapes what is written, apart from a progress bar's moves to the beginning of its line."""
+  """A text stream that escapes control characters, except the cursor moves of tqdm's progress bars."""
 
   def __init__(self, stream: Any):
     self.stream = stream
@@ -89,13 +89,13 @@ class _EscapedStream:
 
 
 def unescaped(stream: Any) -> Any:
-  """Returns the stream behind one that escapes, for colours of our own."""
+  """Returns the underlying stream, for our own colors."""
   return stream.stream if isinstance(stream, _EscapedStream) else stream
 
 
 @contextlib.contextmanager
 def escaped_output() -> Iterator[None]:
-  """Context in which stdout and stderr escape what is written to them."""
+  """Context manager in which stdout and stderr escape control characters."""
   before = sys.stdout, sys.stderr
   sys.stdout, sys.stderr = (_EscapedStream(unescaped(stream)) for stream in before)
   try:

@@ -1,4 +1,4 @@
-"""Tells errors of an experiment's own code from those of libraries and of this package; imported for an error alone."""
+"""Describes errors of an experiment's own code, rather than of libraries and this package; imported when one occurs."""
 
 import ast
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = (_PACKAGE, Path(ast.__file__).parent)
-_REGISTERED = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # where experiments.py finds them
+_EXPERIMENTS = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # as in experiments.py
 
 
 def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) -> str | None:
-  """Returns the sentence for an error in what is computed; None if it is not of own code, or its traceback is wanted.
+  """Returns a sentence for an error of own code; None for other errors, or if the user wants tracebacks.
 
-  Args: as of errors.naming_own_code; `part` is None unless it is own code.
+  The arguments are those of errors.naming_own_code; `part` is None if it is not own code.
   """
   frames = _own_frames(error)
   if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or part is not None):
@@ -27,28 +27,27 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) 
   place = place_of_error(error) if frames else _place_of_definition(part)
   return (
     f'{what} fails with {type(error).__name__}: {message}{listed}{place and f" ({place})"}: correct that code; '
-    'JAX_TRACEBACK_FILTERING=off shows the whole traceback.'
+    'JAX_TRACEBACK_FILTERING=off shows the traceback.'
   )
 
 
 def describe_raised(error: Exception) -> str | None:
-  """Returns the sentence that precedes the traceback of an error of own code, such as a hook's; None for others."""
+  """Returns the sentence that precedes the traceback of an error of own code, such as a hook; None for other errors."""
   if not _own_frames(error):
     return None
   return f'{type(error).__name__}: {_message(error)} ({place_of_error(error)}); the traceback follows.'
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-  """Returns the sentence for the error of a device that has no memory left."""
+  """Returns the sentence for a device's out-of-memory error."""
   return (
-    f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): make the batches smaller '
-    '(batch_size, seq_len), raise task.learner.num_microbatches, or split the model over more devices; --mode plan '
-    'says what takes it.'
+    f'the devices do not have enough memory ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, raise '
+    'task.learner.num_microbatches, or shard the model over more devices; --mode plan lists what uses the memory.'
   )
 
 
 def place_of_error(error: BaseException) -> str:
-  """Returns file:line of the innermost frame in an experiment's own code, not in a library or in this package."""
+  """Returns file:line of the innermost frame in an experiment's own code, if any, else of the innermost frame."""
   if isinstance(error, SyntaxError) and error.filename:
     return f'{error.filename}:{error.lineno}'
   last = (_own_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
@@ -56,7 +55,7 @@ def place_of_error(error: BaseException) -> str:
 
 
 def _place_of_definition(part: object) -> str:
-  """Returns file:line of a function, or of a class or its instance; '' if it is not in an experiment's own code."""
+  """Returns file:line of a function, a class or the class of an object; '' if it is not an experiment's own code."""
   definition: Any = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
   try:
     file, (_, line) = inspect.getsourcefile(definition), inspect.getsourcelines(definition)
@@ -70,9 +69,9 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _is_own_code(path: Path) -> bool:
-  if any(map(path.is_relative_to, _REGISTERED)):
+  if any(map(path.is_relative_to, _EXPERIMENTS)):
     return True
-  is_installed = not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)  # the latter on Debian
+  is_installed = not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)  # dist-packages: on Debian
   return path.is_file() and not is_installed and not any(map(path.is_relative_to, _LIBRARIES))
 
 

@@ -1,4 +1,4 @@
-"""What takes long says on stderr what it is, again and again; a process that is told to be quiet says nothing."""
+"""Long activities are printed to stderr periodically, unless the process is silent."""
 
 import time
 
@@ -16,7 +16,7 @@ def fast(monkeypatch):
   activity.set_activity(None)
 
 
-def test_a_long_activity_is_said_until_it_ends(capsys):
+def test_a_long_activity_is_printed_until_it_ends(capsys):
   with activity.doing('compiling'):
     time.sleep(0.5)
   time.sleep(0.05)
@@ -35,7 +35,7 @@ def test_short_activities_in_a_row_are_not_silent(capsys):
   assert 'importing' in capsys.readouterr().err
 
 
-def test_a_quiet_process_says_nothing(capsys, monkeypatch):
+def test_a_silent_process_prints_nothing(capsys, monkeypatch):
   monkeypatch.setenv('SPMD_TASKS_QUIET', '1')
   activity.set_activity('importing', say_now=True)
   with activity.doing('compiling'):

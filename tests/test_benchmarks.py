@@ -1,4 +1,4 @@
-"""The benchmarks run and print what they promise; figures that no clock enters are checked; pages show the results."""
+"""The benchmarks print their figures, those without clocks meet their goals, and pages show the results."""
 
 import ast
 import json
@@ -97,15 +97,15 @@ def test_last_line_is_one_json_object_that_holds_the_claims_without_a_clock(scri
 
 
 def names_in(path):
-  """What a module binds: definitions, assignments and imports, also lazy ones."""
+  """Returns the names that a module binds: definitions, assignments and imports, including lazy ones."""
   nodes = [*ast.walk(ast.parse(path.read_text()))]
   bound = {getattr(node, 'name', None) or getattr(node, 'id', None) for node in nodes}
   return bound | {each.asname for each in nodes if isinstance(each, ast.alias)}
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'scripts').glob('*.py')), ids=lambda path: path.name)
-def test_what_a_script_imports_of_the_package_is_there(path):
-  """Of the benchmarks this is all that runs without --all."""
+def test_the_imports_of_a_script_exist(path):
+  """Without --all, no other test of the benchmarks runs."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('spmd_tasks'):
       place = ROOT / node.module.replace('.', '/')
@@ -123,7 +123,7 @@ def test_the_lowered_train_step_does_not_grow_with_depth():
 
 
 @pytest.mark.parametrize('path', sorted(render_benchmarks.PAGES.glob('*.md')), ids=lambda path: path.stem)
-def test_pages_show_the_results_that_lie_beside_them(path):
+def test_pages_show_their_results(path):
   page = path.read_text(encoding='utf-8')
   wanted = render_benchmarks.rendered(page)
   if os.environ.get('UPDATE_GOLDEN') == '1':

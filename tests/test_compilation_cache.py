@@ -1,4 +1,4 @@
-"""Compiled programs are kept for the next start where the user says, and by default in the directory of the job."""
+"""Compiled programs are cached in the directory that the user chooses, by default the job's."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DIR, ENABLED = 'jax_compilation_cache_dir', 'jax_enable_compilation_cache'
     ('none', '/jax', 'gpu', '/jax', False),
   ],
 )
-def test_the_flag_comes_first_then_jax_own_variable(asked, named, platform, directory, enabled, tmp_path, monkeypatch):
+def test_the_flag_wins_over_jaxs_variable(asked, named, platform, directory, enabled, tmp_path, monkeypatch):
   updates = {DIR: named, ENABLED: True}
   monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**updates, update=updates.__setitem__))
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: platform)
@@ -42,7 +42,7 @@ def test_the_flag_comes_first_then_jax_own_variable(asked, named, platform, dire
   assert updates == {DIR: directory and str(tmp_path / directory), ENABLED: enabled}
 
 
-def test_a_directory_that_may_only_be_read_is_left_alone(tmp_path, monkeypatch):
+def test_a_read_only_directory_is_not_used(tmp_path, monkeypatch):
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
   monkeypatch.setattr(os, 'access', lambda path, mode: False)
   monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**{DIR: None}, update=None))
@@ -50,13 +50,13 @@ def test_a_directory_that_may_only_be_read_is_left_alone(tmp_path, monkeypatch):
 
 
 def is_used(job_log_dir):
-  """Whether programs are read from the place that this user's key names, or from nowhere."""
+  """Returns whether programs are read from the directory named by this user's key, or not at all."""
   found = programs_directory(epath.Path(job_log_dir))
   assert found is None or found == epath.Path(job_log_dir) / 'compiled' / secret_name('compiled', job_log_dir)
   return found is not None
 
 
-def test_programs_of_a_directory_that_this_user_has_not_signed_are_not_used(tmp_path, caplog):
+def test_programs_in_an_unsigned_directory_are_not_used(tmp_path, caplog):
   job = epath.Path(tmp_path / 'job')
   assert is_used(job)  # a new one
   planted = job / 'compiled' / 'jit_train_step-1-cache'
@@ -73,7 +73,7 @@ def test_programs_of_a_directory_that_this_user_has_not_signed_are_not_used(tmp_
   assert not is_used(job)
 
 
-def test_a_directory_that_goes_on_is_signed_and_what_was_in_it_is_still_not_used(tmp_path):
+def test_a_resumed_directory_is_signed_but_its_old_programs_are_not_used(tmp_path):
   first, second = (epath.Path(tmp_path / name) for name in ('first', 'second'))
   first.mkdir()
   job_directory.write_config(first, json.dumps({'experiment': 'a.B', 'overrides': {}, 'config': {}}))
@@ -104,13 +104,13 @@ def test_programs_that_another_user_may_have_written_are_not_used(tmp_path, monk
   assert not is_used(tmp_path)
 
 
-def test_without_a_key_there_are_no_programs(tmp_path, monkeypatch, caplog):
+def test_without_a_key_no_programs_are_cached(tmp_path, monkeypatch, caplog):
   monkeypatch.setenv('XDG_CONFIG_HOME', '/proc/none')
   assert not is_used(epath.Path(tmp_path / 'job'))
   assert '--compilation_cache DIR names another place' in caplog.text
 
 
-def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
+def test_a_job_caches_its_programs_in_the_given_directory(tmp_path):
   flags = ['--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,1,1', '--num_train_steps', '1']
   flags += ['--mode', 'train', '--job_log_dir', tmp_path / 'job', '--compilation_cache', tmp_path / 'kept']
   done = binary.run_binary(*flags)
@@ -118,7 +118,7 @@ def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
   assert any('train_step' in path.name for path in (tmp_path / 'kept').iterdir())
 
 
-def test_programs_in_a_store_are_copied_here_and_new_ones_there(store, tmp_path, monkeypatch):
+def test_a_cache_in_a_store_is_downloaded_and_new_programs_are_uploaded(store, tmp_path, monkeypatch):
   failures, create = [OSError('slow down')], store_files.stores.create
 
   def fail_once(*given):

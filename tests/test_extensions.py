@@ -1,4 +1,4 @@
-"""Extensions are found by entry points: one that fails is named and hides no other. docs/extending.md runs one."""
+"""Extensions are found by entry points; docs/extending.md runs one."""
 
 from importlib.metadata import EntryPoint
 
@@ -32,7 +32,7 @@ def installed(monkeypatch):
     (f'{__name__}:NOT_A_EXTENSION', "'text' is not an Extension"),
   ],
 )
-def test_an_extension_that_fails_is_named_and_hides_no_other(value, reason, installed, capsys):
+def test_a_broken_extension_is_reported_and_disables_no_other(value, reason, installed, capsys):
   installed(bad=value, good=f'{__name__}:GOOD')
   assert extensions.extensions() == (GOOD,)
   assert [each.name for each in extensions.formats()] == ['g']

@@ -1,4 +1,4 @@
-"""What the error of a wrong command says to write instead is true: the flag exists and is read, the field is there."""
+"""Hints for wrong flags name flags that exist and that the mode reads, or fields of the experiment."""
 
 import re
 
@@ -12,9 +12,9 @@ from spmd_tasks.modes import CORE
 TINY = '--exp lm.StdlibTiny '
 TRAIN = TINY + '--mode train '
 
-# The command, and what it should have been.
+# A command, and the hint for it.
 MISTAKES = [
-  # flags, spelled otherwise
+  # flags with another spelling
   ('-exp lm.StdlibTiny --mode train', 'Write --exp lm.StdlibTiny.'),
   ('—exp lm.StdlibTiny', 'Write --exp lm.StdlibTiny.'),
   (TINY + '--job-log-dir runs/x', 'Write --job_log_dir runs/x.'),
@@ -49,7 +49,7 @@ MISTAKES = [
   (TINY + '--mode generate', 'Write --mode decode_once.'),
   (TINY + '--train', 'Write --mode train.'),
   (TINY + 'trian', 'Write --mode train.'),
-  # words without a flag
+  # arguments without a flag
   ('lm.StdlibTiny --mode train', 'Write --exp lm.StdlibTiny.'),
   (TRAIN + 'runs/x', 'Write --job_log_dir runs/x.'),
   (TRAIN + 'seed=3', 'Write --set seed=3.'),
@@ -69,7 +69,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize('command, hint', MISTAKES, ids=[command for command, _ in MISTAKES])
-def test_a_mistake_is_answered_by_what_to_write(command, hint, capsys):
+def test_a_mistake_gets_a_hint(command, hint, capsys):
   with pytest.raises(SystemExit) as left:
     main.run(command.split())
   said = capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_a_mistake_is_answered_by_what_to_write(command, hint, capsys):
   assert said.count('\n') == 1
 
 
-def test_several_mistakes_are_all_answered(capsys):
+def test_each_of_several_mistakes_gets_a_hint(capsys):
   with pytest.raises(SystemExit):
     main.run(['-exp', 'lm.StdlibTiny', '--workdir', 'runs/x', '--epochs', '3'])
   said = capsys.readouterr().err

@@ -85,7 +85,7 @@ REPEATED = set() if IS_UPDATING else {*PARTITIONED} - {*FIRST.values()}
     for case in CASES
   ],
 )
-def test_the_experiment_is_what_its_golden_file_says(name, kind):
+def test_the_experiment_equals_its_golden_file(name, kind):
   path, made = golden_path(name, kind), MADE[kind](name)
   if IS_UPDATING:
     path.write_text(made, encoding='utf-8')
@@ -99,7 +99,7 @@ def test_the_experiment_is_what_its_golden_file_says(name, kind):
   )
 
 
-def test_there_are_no_golden_files_of_experiments_that_are_gone():
+def test_every_golden_file_has_an_experiment():
   wanted = {golden_path(name, kind) for name, kind in CASES}
   stale = set(GOLDEN.glob('*.txt')) - wanted
   if IS_UPDATING:

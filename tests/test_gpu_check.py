@@ -1,4 +1,4 @@
-"""scripts/gpu_check, which waits for a machine with a GPU, runs in its small form on the CPU, and says what fails."""
+"""scripts/gpu_check --tiny runs on a CPU and reports failures."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import gpu_check  # noqa: E402
 @pytest.mark.slow
 @pytest.mark.exhaustive  # more than a minute of CPU; as those of most benchmarks, before a release or a run on a GPU
 @pytest.mark.timeout(900)
-def test_every_section_runs_small_on_the_cpu(tmp_path):
+def test_every_section_runs_on_a_cpu(tmp_path):
   env = {name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
   command = [ROOT / 'scripts/gpu_check', '--tiny', '--out', tmp_path, '--budget', '850']
   done = subprocess.run(command, env=env | {'PYTHON': sys.executable}, capture_output=True, text=True)

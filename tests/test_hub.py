@@ -1,4 +1,4 @@
-"""Models and data are read from Hugging Face's hub, here a server that answers its client as the hub does."""
+"""Models and data are downloaded from the Hugging Face hub, here a fake server."""
 
 import hashlib
 from http import server
@@ -41,8 +41,8 @@ class Hub(server.BaseHTTPRequestHandler):
         self.answer(200, body=json.dumps({'id': f'{org}/{name}', 'sha': SHA, 'siblings': []}).encode())
       else:
         entries = [
-          {'type': 'file', 'path': each, 'size': len(data), 'oid': hashlib.sha1(data).hexdigest()}
-          for each, data in files.items()
+          {'type': 'file', 'path': file, 'size': len(data), 'oid': hashlib.sha1(data).hexdigest()}
+          for file, data in files.items()
         ]
         self.answer(200, body=json.dumps(entries).encode())
       return
@@ -110,7 +110,7 @@ def test_a_folder_of_a_repository_is_one(hub):
   assert stores.local_folder('hf://org/tiny/adapter').endswith(f'{SHA}/adapter')
 
 
-def test_what_was_fetched_is_read_without_the_hub(hub, monkeypatch):
+def test_downloaded_files_are_read_without_the_hub(hub, monkeypatch):
   first = stores.local_copies('hf://org/tiny/adapter')
   monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')
   assert stores.local_copies('hf://org/tiny/adapter') == first
@@ -122,19 +122,19 @@ def test_what_was_fetched_is_read_without_the_hub(hub, monkeypatch):
   'url, sentence',
   [
     ('hf://name', 'must be hf://ORG/NAME'),
-    ('hf://org/other', 'there is none, or it is private; correct the name, or log in: hf auth login, or HF_TOKEN'),
-    ('hf://org/private', 'there is none, or it is private'),
+    ('hf://org/other', 'does not exist, or is private; correct the name, or log in'),
+    ('hf://org/private', 'is private'),
     ('hf://org/gated', 'it is gated; accept its terms at http.*/org/gated, and log in'),
-    ('hf://org/tiny@v2', "it has no branch, tag or commit 'v2'"),
+    ('hf://org/tiny@v2', "no branch, tag or commit 'v2'; correct"),
     ('hf://org/tiny/nothing', 'there is nothing at'),
     ('hf://org/-x', "cannot be read: .*'org/-x'.* check the name"),
   ],
 )
-def test_what_is_missing_on_the_hub_is_one_sentence(hub, url, sentence):
+def test_missing_models_are_refused(hub, url, sentence):
   with pytest.raises(UserError, match=sentence):
     stores.local_folder(url)
 
 
 def test_a_job_does_not_run_on_the_hub():
-  with pytest.raises(UserError, match=r'is a place to read models and data from; a job needs gs://, s3:// or a disk'):
+  with pytest.raises(UserError, match='can only be read: give a path on gs://'):
     absolute_path('hf://org/name')

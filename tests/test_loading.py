@@ -1,4 +1,4 @@
-"""`spmd_tasks.load`: the weights, logits and texts of a job's checkpoint, on its own mesh and on others."""
+"""`spmd_tasks.load` gives the weights, logits and texts of a job's checkpoint, on its own mesh and on others."""
 
 import json
 import re
@@ -30,7 +30,7 @@ PROMPTS += [PROMPTS[0] | {'prompt': prompt} for prompt in ('ñ', 'x' * 9)]
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """Directories as jobs leave them, with drawn weights: name -> (directory, Linen module, true weights on the host)."""
+  """Directories of jobs with random weights: name -> (directory, Linen module, true weights on the host)."""
   made = {}
   for name, (experiment, overrides) in JOBS.items():
     directory = tmp_path_factory.mktemp(name)
@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize('name', JOBS)
 @pytest.mark.parametrize('mesh', ['own', pytest.param('one device', marks=pytest.mark.exhaustive)])
-def test_logits_are_those_of_the_linen_module(saved, name, mesh):
+def test_logits_equal_the_linen_modules(saved, name, mesh):
   directory, module, weights = saved[name]
   axes = resolve(JOBS[name][0]).experiment.mesh_axis_names
   one_device = MeshSpec(axis_names=axes, ici_mesh_shape=(1,) * len(axes)).build(jax.devices()[:1])
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_linen_module(saved, name, mesh):
   assert lm.logits(IDS.tolist()) is not None  # lists too
 
 
-def test_texts_are_those_of_decode_once(saved, tmp_path):
+def test_texts_equal_decode_once(saved, tmp_path):
   directory, _, _ = saved['moe']
   (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps(prompt) + '\n' for prompt in PROMPTS))
   flags = ('--decode_input', tmp_path / 'prompts.jsonl', '--decode_output', tmp_path / 'output.jsonl')
@@ -86,7 +86,7 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
     assert lm.generate(texts, max_tokens=5, temperature=1.0, top_k=1) == likeliest
 
 
-def test_chat_continues_what_the_chat_template_writes(saved, tmp_path):
+def test_chat_continues_the_output_of_the_chat_template(saved, tmp_path):
   asked = {'max_tokens': 6, 'temperature': 1.0, 'seed': 3}
   hello = [{'role': 'user', 'content': 'the cat'}]
   talk = [*hello, {'role': 'assistant', 'content': 'sat'}, *hello]
@@ -144,9 +144,9 @@ def test_a_draft_model_has_the_same_tokens(tmp_path):
     load(folders[0], overrides=[*settings, f'task.decode.draft_model={folders[1]}'], mesh=one_device)
 
 
-def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
+def test_wrong_arguments_are_refused(saved, tmp_path):
   directory, _, _ = saved['dense']
-  with pytest.raises(UserError, match=r'has no config\.json, so no job has begun there'):
+  with pytest.raises(UserError, match=r'has no config\.json.* train first'):
     load(tmp_path)
   with pytest.raises(UserError, match='needs 4 devices but there are 8'):
     load(directory, mesh=(1, 2, 2))
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
   assert re.fullmatch(r'LoadedModel\(.*, step \d+, [\d,]+ parameters, mesh .*\)', repr(lm))
   with pytest.raises(UserError, match=r'ids int64\[3\] must be integers \[batch, length\]'):
     lm.logits([1, 2, 3])
-  with pytest.raises(UserError, match='ids from 1 to 1000000 must lie in the vocabulary'):
+  with pytest.raises(UserError, match='ids from 1 to 1000000 must be in the vocabulary'):
     lm.logits([[1, 1_000_000]])
   with pytest.raises(UserError, match=r'prompt 1: the prompt is text, but .* no tokenizer'):
     lm.generate(['def'])

@@ -1,4 +1,4 @@
-"""Which configs count as written by this user for a directory, and which files count as the key."""
+"""Which configs count as signed by this user for a directory, and which files are valid keys."""
 
 from concurrent import futures
 import json
@@ -19,7 +19,7 @@ OTHER = 'it was copied, moved or edited, or another user or machine signed it'
 
 @pytest.fixture(autouse=True)
 def configuration(tmp_path, monkeypatch):
-  """A configuration directory of this test alone, which is not there yet."""
+  """A configuration directory for this test, which does not exist yet."""
   monkeypatch.setenv('XDG_CONFIG_HOME', str(tmp_path / 'home' / '.config'))
   signatures._warn_once.cache_clear()
   return tmp_path / 'home' / '.config'
@@ -29,7 +29,7 @@ def through_text(config):
   return json.loads(json.dumps(config))
 
 
-def test_a_signed_config_counts_for_its_content_and_directory_alone(tmp_path):
+def test_a_signature_is_valid_for_one_content_and_directory(tmp_path):
   config = through_text(signed(CONFIG, tmp_path))
   assert {name: value for name, value in config.items() if name != 'signature'} == CONFIG
   assert why_unsigned(config, tmp_path) == ''
@@ -48,7 +48,7 @@ def test_a_directory_of_a_store_is_its_url():
   assert why_unsigned(config, 'gs://other/runs/x') == OTHER
 
 
-def test_the_key_is_made_once_and_this_user_alone_may_read_it(tmp_path, configuration):
+def test_the_key_is_created_once_and_readable_only_by_this_user(tmp_path, configuration):
   assert why_unsigned({**CONFIG, 'signature': '0'}, tmp_path).startswith('this user has no key')
   assert not configuration.exists()  # to look makes none
   umask = os.umask(0)
@@ -67,7 +67,7 @@ def test_the_key_is_made_once_and_this_user_alone_may_read_it(tmp_path, configur
   assert path.read_bytes() == key
 
 
-def test_those_that_make_it_at_once_have_one(tmp_path, configuration):
+def test_concurrent_processes_create_one_key(tmp_path, configuration):
   barrier = threading.Barrier(8)
 
   def sign(_):
@@ -86,7 +86,7 @@ def no_hard_links(monkeypatch):
   monkeypatch.setattr(os, 'link', link)
 
 
-def test_a_file_system_without_hard_links_has_one_too(tmp_path, monkeypatch):
+def test_a_key_is_created_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
   no_hard_links(monkeypatch)
   assert why_unsigned(signed(CONFIG, tmp_path), tmp_path) == ''
   assert os.listdir(key_file().parent) == ['key']
@@ -157,7 +157,7 @@ def relative_home(monkeypatch):
 
 
 @pytest.mark.parametrize('change', [no_home, home_is_a_file, home_may_only_be_read, relative_home])
-def test_a_job_without_a_place_for_a_key_runs_unsigned(tmp_path, change, monkeypatch, caplog):
+def test_a_job_without_a_directory_for_the_key_runs_unsigned(tmp_path, change, monkeypatch, caplog):
   monkeypatch.chdir(tmp_path)
   change(monkeypatch)
   assert signed(CONFIG, tmp_path) == CONFIG
@@ -167,7 +167,7 @@ def test_a_job_without_a_place_for_a_key_runs_unsigned(tmp_path, change, monkeyp
     signatures.secret_name('compiled', tmp_path)
 
 
-def test_a_name_in_a_directory_follows_from_the_key(tmp_path):
+def test_a_secret_name_depends_on_the_key(tmp_path):
   names = {signatures.secret_name(purpose, path) for purpose in 'ab' for path in (tmp_path, tmp_path / 'x')}
   assert len(names) == 4
   key_file().unlink()

@@ -1,4 +1,4 @@
-"""SIGTERM or Ctrl-C while a command has nothing to save: its exit code and one sentence, at once, at any moment."""
+"""SIGTERM and Ctrl-C end a command that has nothing to save at once, with one sentence and an exit code."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ TRAIN = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8)
 
 
 def handles_sigterm(process: subprocess.Popen) -> bool:
-  """Whether the process has begun: Python itself, before its first line of ours, has no handler."""
+  """Returns whether our handlers are set; before our first line, Python itself has none."""
   with open(f'/proc/{process.pid}/status') as status:
     caught = next(line for line in status if line.startswith('SigCgt'))
   return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -39,7 +39,7 @@ def terminate(process: subprocess.Popen, delay_s: float = 0.0) -> binary.Finishe
 
 # Imports take some seconds, which a process of the fork server has behind it.
 @pytest.mark.parametrize('delay_s, is_fresh', [(0.0, True), (0.4, True), (0.1, False), (2.0, False)])
-def test_a_start_that_is_preempted_is_started_again(tmp_path, delay_s, is_fresh):
+def test_a_preempted_start_has_the_exit_code_for_a_restart(tmp_path, delay_s, is_fresh):
   job = tmp_path / 'job'
   process = binary.start_binary(*TRAIN, '--job_log_dir', job, fresh=is_fresh)
   ended = terminate(process, delay_s)
@@ -65,7 +65,7 @@ lowered.compile()  # XLA folds the constant: more than a minute without a line o
 """
 
 
-def test_a_long_compilation_does_not_delay_the_end():
+def test_a_long_compilation_does_not_delay_sigterm():
   streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
   process = binary.start_process(['-c', COMPILATION], **streams)
   assert process.stdout.readline() == 'compiling\n'
@@ -97,23 +97,23 @@ def start_native_code(*flags):
   return process
 
 
-def test_native_code_does_not_delay_the_answer_to_ctrl_c():
+def test_native_code_does_not_delay_ctrl_c():
   ended = binary.finish(start_native_code())
   assert (ended.returncode, ended.stderr) == (exit_codes.INTERRUPTED, INTERRUPTED)
 
 
-def test_a_process_that_is_connected_leaves_at_once_the_second_time():
+def test_a_second_ctrl_c_ends_a_connected_process_at_once():
   process = start_native_code('connected')
   assert process.stderr.readline() == '\n'
-  assert process.stderr.readline().endswith('ending as soon as what runs now returns; again: leaving at once.\n')
+  assert 'Ctrl-C: ending after the current native call' in process.stderr.readline()
   process.send_signal(signal.SIGINT)
   ended = binary.finish(process)
   assert ended.returncode == exit_codes.INTERRUPTED
   assert ended.stderr == '\nspmd-tasks: interrupted twice: left at once.\n'
 
 
-def test_nothing_is_imported_before_ctrl_c_is_answered():
-  """What Python needs to start is there already; `import signal` alone would take a third of the time until then."""
+def test_nothing_is_imported_before_ctrl_c_is_handled():
+  """`import signal` alone would take a third of the time until the handler is set."""
   program = 'import sys; before = {*sys.modules}; import spmd_tasks.interrupt; print(*sorted({*sys.modules} - before))'
   assert binary.run_python(program, fresh=True).stdout == 'spmd_tasks spmd_tasks.interrupt\n'
   assert interrupt.CODE == exit_codes.INTERRUPTED
@@ -125,7 +125,7 @@ COMMANDS = {'module': ('-m', 'spmd_tasks'), 'script': ('-c', 'from spmd_tasks.__
 
 @pytest.mark.parametrize('delay_s', [0.0, 0.05, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize('command', COMMANDS)
-def test_ctrl_c_is_one_line_from_the_first_line_on(tmp_path, command, delay_s):
+def test_ctrl_c_prints_one_line_from_the_start(tmp_path, command, delay_s):
   process = binary.start_binary(*TRAIN, '--job_log_dir', tmp_path, command=COMMANDS[command], fresh=True)
   wait_for_handler(process)
   time.sleep(delay_s)
@@ -166,7 +166,7 @@ time.sleep(60)
 """
 
 
-def test_a_guard_takes_the_signal_over_and_children_end_as_others_do():
+def test_a_guard_replaces_the_handlers_and_forked_children_have_the_default():
   ended = binary.run_python(HANDOVER, limit_s=60)
   assert (ended.returncode, ended.stdout) == (exit_codes.PREEMPTED, 'saved\n'), ended.stderr
   assert ended.stderr.endswith(SENTENCE)  # after what newer Pythons say to a fork beside a thread

@@ -43,7 +43,7 @@ EXTENSION = Extension(
       name='plan',
       help='says what a run needs and costs on accelerators that are not here',
       run='spmd_tasks.planning.mode:run',
-      answers_on_stdout=True,
+      prints_result=True,
       check=_check_flags,
       flags=(
         Flag(

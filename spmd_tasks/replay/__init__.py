@@ -36,7 +36,7 @@ EXTENSION = Extension(
       run='spmd_tasks.replay.mode:run',
       check=_check_flags,
       needs_directory=True,
-      answers_on_stdout=True,
+      prints_result=True,
       flags=(
         Flag(name='step', type=int, metavar='N', help='the step to make again'),
         Flag(name='from', type=int, metavar='A', help='the first of several steps, which are compared with the record'),

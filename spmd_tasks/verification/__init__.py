@@ -26,7 +26,7 @@ EXTENSION = Extension(
       name='verify',
       help='checks that an experiment gives the same numbers however it is run',
       run='spmd_tasks.verification.mode:run',
-      answers_on_stdout=True,
+      prints_result=True,
       flags=(
         Flag(name='claims', metavar='A,B', help='only these claims; default: all'),
         Flag(name='cases', type=int, metavar='N', help='N random meshes more; default: 0'),

@@ -61,10 +61,10 @@ def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_re
   [
     ('length', 'must name a function as module:function'),
     (f'{NAME}:nothing', 'cannot be imported'),
-    ('no_such_module:length', 'is not below a directory of this command'),
+    ('no_such_module:length', 'is not below the directories of this command'),
     ('..rewards:length', 'write module:name'),
     ('os:system', 'names code of Python itself'),
-    ('numpy:mean', 'is not below a directory of this command'),
+    ('numpy:mean', 'is not below the directories of this command'),
     (f'{NAME}:sleep', 'is defined in time'),
     (f'{NAME}:NAME', 'is defined in no module'),
   ],
