@@ -9,7 +9,9 @@ Read in this order:
   requests.py            Request and Chunk on the host, and the arrays of a prefill
   sampling.py            from logits to a token, with separate parameters for every row
   step_functions.py      prefill and step as pure functions over slots and their KV cache; beam.py: beam search
-  decode_steps.py        these functions, compiled for a mesh, with weights held as weight_storage.py says
+  steps.py               these functions, compiled for a mesh: prefill.py, step.py, and draft_model.py for drafts;
+                         decode_steps.py is the model that they call, with its weights as weight_storage.py stores them,
+                         decode_layout.py the layout of the state, decode_programs.py what compiles
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
   scheduler.py           which sequence is in which slot, and which blocks hold what (block_pool.py)
                          drafts.py guesses tokens that a step then checks
@@ -23,8 +25,8 @@ Read in this order:
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-  from spmd_tasks.decoding.decode_steps import DecodeSteps
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
+  from spmd_tasks.decoding.steps import DecodeSteps
   from spmd_tasks.runtime import DecodeSettings, SamplingParams

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.decoding.cache_arrays import is_encoded, take_slots, write_tokens
+from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.step_functions import Forward, encoder_entries, text_entries
+from spmd_tasks.runtime.task import Variables
 
 
 class Beams(struct.PyTreeNode):
@@ -28,6 +31,42 @@ class Beams(struct.PyTreeNode):
   lengths: jax.Array
   logprobs: jax.Array
   scores: jax.Array
+
+
+class BeamSearch:
+  """The compiled searches of a model, one for each length of prompts."""
+
+  def __init__(self, programs: DecodePrograms):
+    self._programs = programs
+
+  def __call__(self, variables: Variables, batch: PrefillBatch) -> Beams:
+    """Searches texts after each row of the batch; ignores its slots, seeds and sampling."""
+    return self.compile(batch)(self._programs.model.arrange(variables), *_arrays(batch))
+
+  def compile(self, batch: PrefillBatch) -> Any:
+    """Compiles the search for prompts of this length."""
+    model = self._programs.model
+    settings = model.settings
+
+    def search(forward, variables, *arrays):
+      return beam_search(
+        forward,
+        variables,
+        model.empty_cache((settings.prefill_rows or 1) * settings.num_beams),
+        *arrays,
+        num_beams=settings.num_beams,
+        max_new_tokens=model.max_len - 1,
+        length_penalty=settings.length_penalty,
+        rule=settings.beam_rule,
+      )
+
+    return self._programs.compute(('search', batch.ids.shape[1]), search, *_arrays(batch))
+
+
+def _arrays(batch: PrefillBatch) -> tuple[Any, ...]:
+  """Returns the arrays of a batch that a search takes."""
+  arrays = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
+  return arrays if batch.encoder_ids is None else (*arrays, batch.encoder_ids, batch.encoder_lengths)
 
 
 class _Search(struct.PyTreeNode):

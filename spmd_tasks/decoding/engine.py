@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from spmd_tasks.decoding.constraints import num_words
-from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine_contract import TokenMasks
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch
 from spmd_tasks.decoding.step_functions import Outputs
+from spmd_tasks.decoding.steps import DecodeSteps
 
 
 class _OnDevice:
@@ -46,17 +46,18 @@ class ModelEngine:
 
   def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False, constrain: bool = False):
     """Compiles nothing yet; the last two say whether prompts may be scored and sequences may have token masks."""
-    self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
-    self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
-    self.can_reuse, self.num_drafts = steps.can_reuse, steps.num_drafts
-    self.has_draft_model = steps.draft is not None or bool(steps.heads)
+    layout = steps.layout
+    self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, layout.prefill_chunk
+    self.block_tokens, self.num_blocks, self.num_parts = layout.block_tokens, layout.num_blocks, layout.num_parts
+    self.can_reuse, self.num_drafts = layout.can_reuse, steps.settings.num_drafts
+    self.has_draft_model = steps.draft.is_model
     self._steps = steps
     self._score_prompts = score_prompts
     self._constrain = constrain
     self._state: Any = None
     self._blocks: dict[int, list[int]] = {}  # by slot
     self._weights: Any = weights
-    self._arranged: Any = steps.arrange(weights)
+    self._arranged: Any = steps.model.arrange(weights)
     self.cache_epoch = 0
 
   @property
@@ -65,7 +66,7 @@ class ModelEngine:
 
   @weights.setter
   def weights(self, weights: Any) -> None:
-    self._weights, self._arranged = weights, None if weights is None else self._steps.arrange(weights)
+    self._weights, self._arranged = weights, None if weights is None else self._steps.model.arrange(weights)
     self.cache_epoch += 1
     if weights is not None and self._state is None:
       self.reset()
@@ -75,11 +76,11 @@ class ModelEngine:
     scoring = (False, True) if self._score_prompts else (False,)
     self._steps.compile(score_prompts=self._score_prompts, constrain=self._constrain)
     self.reset()
-    prefills = [(chunks, score) for score in scoring for chunks in self._steps.any_chunks(score)]
+    prefills = [(chunks, score) for score in scoring for chunks in self._steps.prefill.any_chunks(score)]
     for chunks, score in prefills:
       self.prefill(chunks, score_prompts=score).read()
     masks = {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}
-    for num_rows in self._steps.step_rows:
+    for num_rows in self._steps.step.row_counts:
       keep = np.arange(self.num_slots) < num_rows  # no slot is active
       self.step(keep).read()
       if self._constrain:
@@ -106,20 +107,23 @@ class ModelEngine:
     self._steps.kept_state, self._state = self._state, None
 
   def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
-    bucket = self._steps.bucket(chunk.stop - chunk.start)
-    return bucket, self._steps.prefill_rows(bucket, 2, chunk.request.score_prompt)
+    bucket = self._steps.prefill.bucket(chunk.stop - chunk.start)
+    return bucket, self._steps.prefill.num_rows(bucket, 2, chunk.request.score_prompt)
 
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> _OnDevice:
     batch = self._batch(chunks, masks or {}, score_prompts)
+    self._steps.draft.prefill(batch)
     self._state, outputs = self._steps.prefill(self._arranged, self._state, batch)
     return _OnDevice(outputs)
 
   def _batch(self, chunks: Sequence[Chunk], masks: TokenMasks, score_prompts: bool = False) -> PrefillBatch:
     for chunk in chunks:
-      self._blocks[chunk.slot] = list(self._steps.own_blocks(chunk.slot) if chunk.blocks is None else chunk.blocks)
-    return self._steps.make_batch(chunks, score_prompts=score_prompts, masks=masks if self._constrain else None)
+      self._blocks[chunk.slot] = list(
+        self._steps.layout.own_blocks(chunk.slot) if chunk.blocks is None else chunk.blocks
+      )
+    return self._steps.prefill.make_batch(chunks, score_prompts=score_prompts, masks=masks if self._constrain else None)
 
   def step(
     self,
@@ -130,10 +134,9 @@ class ModelEngine:
   ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
-    inputs = self._steps.make_inputs(keep, masks=masks, blocks=self._blocks, drafts=drafts)
-    draft = self._steps.draft
+    inputs = self._steps.step.make_inputs(keep, masks=masks, blocks=self._blocks, drafts=drafts)
     # A draft model guesses nothing beside token masks, but it is to know the tokens.
-    if draft is not None and drafts and (masks or inputs.drafts is not None):
-      inputs = draft.guess(self._state, inputs)
+    if drafts and (masks or inputs.drafts is not None):
+      inputs = self._steps.draft.guess(self._state, inputs)
     self._state, outputs = self._steps.step(self._arranged, self._state, inputs)
     return _OnDevice(outputs)

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from spmd_tasks.decoding.constraints import Matcher
-from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
-from spmd_tasks.decoding.group_sampling import make_groups
+from spmd_tasks.decoding.group_sampling import make_groups, sample
 from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.task import Variables
 
@@ -154,7 +154,7 @@ def complete_groups(
   sizes = {'max_len': steps.max_len, 'num_stop_ids': steps.settings.max_stop_ids}
   groups = make_groups(requests, num_prompts or len(requests), **sizes)
   longest = max_tokens or max(request.max_tokens for request in requests)
-  samples = jax.device_get(steps.sample(variables, groups, num_samples, longest))
+  samples = jax.device_get(sample(steps.programs, variables, groups, num_samples=num_samples, max_new_tokens=longest))
   made = []
   for row, length in enumerate(samples.lengths[: len(requests) * num_samples].tolist()):
     request = requests[row // num_samples].as_sample(row % num_samples)
@@ -200,7 +200,7 @@ def search(
   for start in range(0, len(waiting), num_rows):
     batch = waiting[start : start + num_rows]
     chunks = [chunk for row, request in enumerate(batch) for chunk in chunk_prompt(request, row, steps.max_len)]
-    beams = jax.device_get(steps.search(variables, steps.make_batch(chunks)))
+    beams = jax.device_get(steps.search(variables, steps.prefill.make_batch(chunks)))
     for row, request in enumerate(batch):
       completions = []
       for beam, length in enumerate(beams.lengths[row].tolist()):

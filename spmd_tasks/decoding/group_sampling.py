@@ -1,6 +1,9 @@
 """Group sampling: n completions of each of P prompts by one compiled program, for prompts that are all known at once.
 
-    samples = steps.sample(variables, make_groups(requests, ...), 8, 64)     # `complete_groups` makes texts of them
+    groups = make_groups(requests, ...)
+    samples = sample(steps.programs, variables, groups, num_samples=8, max_new_tokens=64)
+
+`complete_groups` of generation.py makes texts of the samples.
 
 A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
 prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
@@ -21,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
+from spmd_tasks.decoding.decode_programs import DecodePrograms
 from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
 from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, emit, step, text_entries
+from spmd_tasks.runtime.task import Variables
 
 _EXPERT_IDS = 'cached_expert_ids'
 _MIN_ROWS = 32  # from which on there are loops for fewer
@@ -82,6 +87,27 @@ def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, 
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, num_stop_ids),
     sampling=sampling.replace(**none),
   )
+
+
+def sample(
+  programs: DecodePrograms, variables: Variables, groups: Groups, *, num_samples: int, max_new_tokens: int
+) -> Samples:
+  """Runs `sample_groups` as a program, which is compiled once for each size; uses no slots."""
+  model = programs.model
+
+  def draw(forward, variables, groups):
+    return sample_groups(
+      forward,
+      variables,
+      model.empty_cache(groups.ids.shape[0] * num_samples),
+      groups,
+      num_samples=num_samples,
+      max_new_tokens=max_new_tokens,
+      shrinks=programs.layout.num_parts == 1,
+    )
+
+  name = ('sample', *groups.ids.shape, num_samples, max_new_tokens, groups.sampling.top_k is None)
+  return programs.compute(name, draw, groups)(model.arrange(variables), groups)
 
 
 def sample_groups(

@@ -21,9 +21,9 @@ import itertools
 import jax
 import numpy as np
 
-from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import filled_rows
-from spmd_tasks.decoding.step_functions import ScoreBatch, Scores
+from spmd_tasks.decoding.step_functions import ScoreBatch, Scores, score
+from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.task import Variables
 
@@ -82,7 +82,7 @@ def score_texts(
     for first in range(0, len(alike), num_rows):
       numbers = alike[first : first + num_rows]
       batch = _make_batch(steps, [texts[number] for number in numbers], num_rows, *shape, adapter=adapter)
-      in_flight.append((numbers, steps.score(variables, batch)))
+      in_flight.append((numbers, _score(steps, variables, batch)))
       if len(in_flight) > 1:  # read one batch late: the device always has the next one
         yield from _read(texts, *in_flight.popleft())
   while in_flight:
@@ -137,6 +137,12 @@ def _make_batch(
     adapters=rows((), adapter),
     **encoded,
   )
+
+
+def _score(steps: DecodeSteps, variables: Variables, batch: ScoreBatch) -> Scores:
+  """Launches the program for batches of this size."""
+  name = ('score', *batch.ids.shape, batch.columns.shape[1])
+  return steps.programs.compute(name, score, batch)(steps.model.arrange(variables), batch)
 
 
 def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:

@@ -440,7 +440,7 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
     inputs = next(iter(job.eval_inputs.values()), job.train_input)
     return model.eval_step(inputs.element_spec()).lower()
   steps = DecodeSteps(model)
-  return {'prefill': steps.lower_prefill, 'decode': steps.lower_step}[step]()
+  return {'prefill': steps.prefill, 'decode': steps.step}[step].lower()
 
 
 def read_refusal(message: str) -> OutOfMemory | None:

@@ -139,8 +139,9 @@ def serve(
     action = f'Restored step {restored}' if folder is None else 'Loaded the weights'
     announce(f'{action} in {time.monotonic() - began:.1f} s. Compiling.')
     if steps is not None:
-      num_texts = min(steps.num_blocks // steps.table_len, steps.settings.num_slots)
-      size = f'{steps.num_blocks} blocks of {steps.block_tokens} tokens'
+      layout = steps.layout
+      num_texts = min(layout.num_blocks // layout.table_len, steps.settings.num_slots)
+      size = f'{layout.num_blocks} blocks of {layout.block_tokens} tokens'
       announce(f'The KV cache has {size}: {num_texts} texts of {steps.max_len} tokens at once, or more shorter ones.')
     served_settings = job.task.decode or DecodeSettings() if steps is None else steps.settings
     vocab_size = job.task.model.embedding.vocab_size if steps is None else steps.vocab_size

@@ -150,14 +150,16 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
     if has_prefix:
       others['prefix_mask'][slot, :prompt_length] = 1
     request = Request(ids=tuple(text), encoder_ids=tuple(encoder_ids[slot].tolist()), max_tokens=length - prompt_length)
-    for part in chunk_prompt(request, slot, steps.prefill_chunk):
-      decode_state, outputs = steps.prefill(variables, decode_state, steps.make_batch([part], score_prompts=True))
+    for part in chunk_prompt(request, slot, steps.layout.prefill_chunk):
+      decode_state, outputs = steps.prefill(
+        variables, decode_state, steps.prefill.make_batch([part], score_prompts=True)
+      )
       for column, position in enumerate(range(part.start, part.stop)):
         table[slot, position, outputs.prompt_top_ids[0, column]] = outputs.prompt_top_logprobs[0, column]
     table[slot, prompt_length - 1, outputs.top_ids[0]] = outputs.top_logprobs[0]  # by which the first token is drawn
     texts.append([*text, int(outputs.tokens[0])])
   while any(len(text) < length for text in texts):
-    decode_state, outputs = steps.step(variables, decode_state, steps.make_inputs(np.ones(_NUM_TEXTS, np.bool_)))
+    decode_state, outputs = steps.step(variables, decode_state, steps.step.make_inputs(np.ones(_NUM_TEXTS, np.bool_)))
     outputs = jax.device_get(outputs)
     for slot, text in enumerate(texts):
       if outputs.is_valid[slot]:

@@ -136,8 +136,9 @@ class Run:
   def few_programs(self, settings: DecodeSettings, **given) -> DecodeSteps:
     """New steps without programs for fewer busy slots and drafts: each takes its time to compile."""
     steps = DecodeSteps(self.model, settings, **given)
-    steps.step_rows, sizes = steps.step_rows[-1:], steps.draft_sizes
-    steps.draft_sizes = lambda num_slots: sizes(num_slots)[-1:]
+    step, draft_row_counts = steps.step, steps.step.draft_row_counts
+    step.row_counts = step.row_counts[-1:]
+    step.draft_row_counts = lambda num_rows: draft_row_counts(num_rows)[-1:]
     return steps
 
   def generate(self, requests) -> list[Completion]:

@@ -45,7 +45,7 @@ def make_requests(**fields) -> list[Request]:
 @pytest.mark.parametrize('name', ALL_MESHES)
 def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
   run = make_run(name)
-  assert run.steps.can_reuse == ('windows' not in name)
+  assert run.steps.layout.can_reuse == ('windows' not in name)
   requests = make_requests(score_prompt=run.scores_prompts)
   with CompilationCounter() as compilations:
     together = run.generate(requests)
@@ -76,10 +76,10 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   monkeypatch.setattr(weight_storage, '_LEAST', 1)
   steps = run.few_programs(SETTINGS)
   kernel = run.variables['params']['stack']['layers']['ffn']['up']['kernel']
-  *_, last = steps.arrange(run.variables)[weight_storage.LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
+  *_, last = steps.model.arrange(run.variables)[weight_storage.LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
   np.testing.assert_array_equal(last, kernel[-1])
-  program = steps.lower_step().as_text()
-  num_kernels = len(jax.tree.leaves(steps.arrange(run.variables)[weight_storage.LAYER_KERNELS]))
+  program = steps.step.lower().as_text()
+  num_kernels = len(jax.tree.leaves(steps.model.arrange(run.variables)[weight_storage.LAYER_KERNELS]))
   assert program.count('stablehlo.case') == num_kernels // len(kernel) + 1
   done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
@@ -96,7 +96,7 @@ def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
     for module in (weight_storage, transformer):
       monkeypatch.setattr(module, 'current_platform', lambda platform=platform: platform)
     steps = run.few_programs(settings)
-    steps._platform = platform
+    steps.model.platform = platform
     steps.compile()
     held = steps.storage.store(run.variables, free=False)
     assert jax.tree.structure(held) == jax.tree.structure(steps.storage.padded)
@@ -112,7 +112,7 @@ def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
 def test_a_step_may_have_more_rows_than_slots():
   run, requests = make_run('one device'), make_requests()[:4]
   steps = run.few_programs(SETTINGS)
-  steps.step_rows = (SETTINGS.num_slots + 3,)
+  steps.step.row_counts = (SETTINGS.num_slots + 3,)
   done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
   for index, expected in enumerate(run.generate(requests)):
     assert done[index].ids == expected.ids

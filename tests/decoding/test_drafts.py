@@ -133,7 +133,6 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   assert texts == _run(run, run.steps, requests)[0]
   # A slot that may have drafts beside one that is constrained has none, but its model reads on.
   engine = ModelEngine(steps, run.variables, constrain=True)
-  assert steps.draft is not None
   steps.draft.free()  # its weights come back, too
   engine.reset()
   chunk = Chunk(request=requests[0], slot=0, start=0, stop=CHUNK)
@@ -182,8 +181,8 @@ def test_heads_guess_what_they_predict_of_the_whole_text():
 def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_drafts(dtype, error):
   run = make_run('one device')
   steps = steps_of('one device', num_drafts=1, cache_dtype=dtype)
-  leaves = jax.tree.leaves(steps.abstract_state.cache)
-  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.steps.abstract_state.cache))
+  leaves = jax.tree.leaves(steps.layout.abstract_state.cache)
+  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.steps.layout.abstract_state.cache))
   head_dim = max(leaf.shape[-1] for leaf in leaves)
   kept = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   assert kept / full == (head_dim + 4) / (4 * head_dim)  # a byte for each number, and a scale

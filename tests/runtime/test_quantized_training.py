@@ -60,5 +60,5 @@ def test_experts_may_be_left_out_by_an_earlier_pattern():
 def test_generation_multiplies_as_training_does():
   job = resolve('synthetic.Tiny', ['task.quantization={"ffn/": "int8"}']).build()
   steps = DecodeSteps(partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1])))
-  products = [line for line in steps.lower_step().as_text().splitlines() if 'stablehlo.dot_general' in line]
+  products = [line for line in steps.step.lower().as_text().splitlines() if 'stablehlo.dot_general' in line]
   assert sum('xi8>' in line for line in products) == 3 < len(products)  # up, gate and down, in the loop over layers

@@ -33,7 +33,8 @@ class Sampler:
     given = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
     self.model, self.settings = make_model(experiment, (1,), overrides=given)
     self.sampler = RolloutSampler(self.settings, self.model, seed=0, report=pytest.fail, **own)
-    self.sampler.steps.step_rows = self.sampler.steps.step_rows[-1:]  # no programs for fewer busy slots
+    step = self.sampler.steps.step
+    step.row_counts = step.row_counts[-1:]  # no programs for fewer busy slots
     self.scorer = RolloutScorer(self.settings, self.model)
     self.variables = draw_variables(self.model, 0)
     self.prompts = self.settings.make_iterator().take(NUM_PROMPTS)

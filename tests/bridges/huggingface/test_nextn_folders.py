@@ -111,7 +111,7 @@ def test_texts_with_drafts_of_a_head_are_those_without(made):
   for case in ('num_nextn_predict_layers=0', 'task.decode.num_drafts=2'):
     model = load(made[0], mesh=mesh_of((1, 1, 1)), overrides=[*settings, case])
     steps = DecodeSteps(model.partitioned)
-    steps.step_rows = steps.step_rows[-1:]  # fewer programs
+    steps.step.row_counts = steps.step.row_counts[-1:]  # fewer programs
     found[case] = dict(generate(steps, model.padded_variables, requests, decode=lambda ids: ''))
   without, drafted = found.values()
   for number, done in drafted.items():

@@ -1,0 +1,101 @@
+"""DecodeSteps: a PartitionedModel's compiled Prefill, Step and Draft.
+
+    steps = DecodeSteps(model, settings)
+    state = steps.init()
+    variables = steps.storage.store(variables)      # the model's, unless the settings have a weights_dtype
+    state, first = steps.prefill(variables, state, steps.prefill.make_batch(chunks))
+    state, outputs = steps.step(variables, state, steps.step.make_inputs(keep))
+
+Nothing is compiled after `compile()`, whatever the requests.
+"""
+
+from spmd_tasks.decoding.beam import BeamSearch
+from spmd_tasks.decoding.decode_layout import DecodeLayout
+from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_steps import DecodeModel
+from spmd_tasks.decoding.draft_model import Draft, DraftModel, ModelDraft, decode_model_of
+from spmd_tasks.decoding.prefill import Prefill
+from spmd_tasks.decoding.step import Step
+from spmd_tasks.decoding.step_functions import DecodeState
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel
+
+
+class DecodeSteps:
+  """What generates text with a model, compiled for its mesh.
+
+  Attributes:
+    model: the model with a KV cache and stored weights.
+    layout: the layout of the state over the mesh.
+    programs: the compiled programs, also those of group sampling and scoring.
+    prefill: reads chunks of prompts.
+    step: generates the next token of every slot.
+    draft: guesses further tokens, which a step checks.
+    search: beam search, instead of these three, if the settings have several beams.
+    settings, storage, max_len, encoder_len, vocab_size, adapter_names: as of `model`.
+    kept_state: the state at the end of the last `generate`, which the next one takes in place of a new one; None: there
+      is none. The device's memory holds it.
+  """
+
+  def __init__(
+    self,
+    model: PartitionedModel,
+    settings: DecodeSettings | None = None,
+    *,
+    temperature: float = 1.0,
+    draft: DraftModel | None = None,
+  ):
+    """Plans the state; compiles nothing yet.
+
+    Args:
+      model: the partitioned model.
+      settings: None takes the task's.
+      temperature: the model's logits are divided by it, so that log-probabilities are after it; a request's own one,
+        which they are before, comes on top.
+      draft: guesses the drafts, if the settings have any; None: the model's own heads do (nextn_drafts.py), or n-grams
+        if it has none (drafts.py).
+
+    Raises:
+      UserError: the model cannot generate text.
+    """
+    if settings is None:
+      settings = model.task.as_task('text generation').decode
+    self.model = DecodeModel(model, settings, temperature=temperature, uses_heads=draft is None)
+    draft_model = None if draft is None else decode_model_of(draft, self.model)
+    self.layout = DecodeLayout(self.model, draft_model=draft_model)
+    self.programs = DecodePrograms(self.model, self.layout)
+    self.prefill, self.step, self.search = Prefill(self.programs), Step(self.programs), BeamSearch(self.programs)
+    self.draft = Draft(is_model=bool(self.model.heads))
+    if draft is not None and draft_model is not None:
+      self.draft = ModelDraft(draft, draft_model, self.layout)
+    self.settings, self.storage = self.model.settings, self.model.storage
+    self.max_len, self.encoder_len = self.model.max_len, self.model.encoder_len
+    self.vocab_size, self.adapter_names = self.model.vocab_size, self.model.adapter_names
+    self.kept_state: DecodeState | None = None
+
+  def init(self) -> DecodeState:
+    """Returns the state in which no slot is active."""
+    self.draft.init()
+    return self.programs.init_state()
+
+  def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
+    """Compiles a prefill per bucket and a step per number of rows, or the searches.
+
+    Args:
+      score_prompts: whether also the prefills that score prompts.
+      constrain: whether all prefills take token masks; then also the steps that take them.
+    """
+    if self.settings.num_beams > 1:
+      for chunks in self.prefill.any_chunks():
+        self.search.compile(self.prefill.make_batch(chunks))
+      return
+    self.init()
+    with self.programs.in_threads():
+      for inputs in self.step.any_inputs(constrain=constrain):
+        self.step.compile(inputs)
+        if inputs.masks is not None or inputs.drafts is not None:
+          self.draft.compile_guess(self.layout.abstract_state, inputs)
+      for score in (False, True) if score_prompts else (False,):
+        for chunks in self.prefill.any_chunks(score):
+          batch = self.prefill.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
+          self.prefill.compile(batch)
+          self.draft.compile_prefill(batch)
