@@ -3,10 +3,10 @@
     python scripts/bench_huggingface.py                    # writes a Llama of 2 GB to a temporary directory
     python scripts/bench_huggingface.py --quick            # one layer of it
 
-The last line is a JSON object of all figures, by measurement; `ratio` is ours to theirs, of the CPU time of loading.
+The last line is a JSON object of all figures, by measurement; `ratio` is our CPU time of loading over theirs.
 
-Each measurement is a process of its own; the peak is its VmHWM, beside what it was before, with the libraries imported.
-Both sides hold the weights in float32 after loading, as training does, or in bfloat16, as generation does (not with
+Each measurement is a process; the peak is its VmHWM, next to its value after the imports of libraries.
+Both sides keep the weights in float32 after loading, as training does, or in bfloat16, as generation does (not with
 --quick), and write bfloat16.
 """
 

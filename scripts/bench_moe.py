@@ -7,16 +7,14 @@ Each token has one expert, which is an input; the layer sorts, gathers, computes
 respect to x, the gates and all weights. Experts are drawn uniformly, or by Zipf's law (expert i in proportion to 1/i).
 The last line is one JSON object:
 
-  e8_ratio, e64_ratio, e8_zipf_ratio, e64_zipf_ratio: the layer's time over the dense network's, by medians. At most
-    1.5 with 8 experts and 2.5 with 64 wanted, on 2 CPU cores. `ratio` is the first.
-  paired_ratio, cpu_ratio: the median of the rounds' own ratios, and the same in CPU time, which are steadier where the
-    machine is busy.
-  ragged_dot_speedup: how many times longer the layer takes by `jax.lax.ragged_dot`, with 64 experts; at least 15
-    wanted.
-  overhead, cpu_overhead: what the layer adds to its networks' time on sorted rows alone, as a fraction of that.
-  temp_bytes: what a step needs beside its arguments and results; `capacity` is the layer that drops tokens.
-  growth: those two with 64 experts over those with 8, at the same number of FLOPs.
-  tflops: of each backend, which on GPU compute in bfloat16 and a larger network.
+  e8_ratio, e64_ratio, e8_zipf_ratio, e64_zipf_ratio: the layer's time over the dense network's, by medians; goals:
+    at most 1.5 with 8 experts and 2.5 with 64, on 2 CPU cores. `ratio` is the first.
+  paired_ratio, cpu_ratio: the median of the rounds' ratios, and the same in CPU time, which depend less on other load.
+  ragged_dot_speedup: the layer's time with `jax.lax.ragged_dot` over its own, with 64 experts; goal: at least 15.
+  overhead, cpu_overhead: the time of the layer beyond its networks' time on sorted rows, as a fraction of the latter.
+  temp_bytes: temporaries of a step; `capacity` is the layer that drops tokens.
+  growth: overhead and temp_bytes with 64 experts over 8, with equal FLOPs.
+  tflops: of each backend; on a GPU in bfloat16, with a larger network.
 """
 
 import argparse
@@ -108,7 +106,7 @@ class Experts:
     )
 
   def layer(self, computation: Any) -> Program:
-    """The layer, the router's decision given."""
+    """Returns the layer with the router's decision as an input."""
     scores = jnp.zeros((1, self.dims.num_tokens, self._weights.up.shape[0]))  # not read by a computation
     expert_ids = jnp.asarray(self._expert_ids, jnp.int32)[None, :, None]
     routing = RouterOutput(logits=scores, scores=scores, token_mask=None, expert_ids=expert_ids)
@@ -120,7 +118,7 @@ class Experts:
     return Program(apply, routing, self._rows[None], gates, self._weights)
 
   def networks(self, backend: str | None = None) -> Program:
-    """The experts' networks alone, on rows that are sorted already."""
+    """Returns only the experts' networks, on sorted rows."""
     sizes = jnp.asarray(np.bincount(self._expert_ids, minlength=self._weights.up.shape[0]), jnp.int32)
 
     def apply(sizes: jax.Array, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
@@ -130,7 +128,7 @@ class Experts:
 
 
 def compare_with_dense(dims: Dims, num_experts: int, num_rounds: int) -> dict[str, dict[str, float]]:
-  """Figures of the layer with uniform (e8, say) and Zipf's routing (e8_zipf), by the name of the figure.
+  """Returns the figures of the layer with uniform (such as e8) and Zipf routing (e8_zipf), by name.
 
   One number of experts at a time: 64 experts' gradients are half a gibibyte, which takes a third more time to come by
   when programs that need less ran for seconds before, as no training step finds it.
@@ -156,7 +154,7 @@ def compare_with_dense(dims: Dims, num_experts: int, num_rounds: int) -> dict[st
 
 
 def measure_memory(dims: Dims) -> dict[str, dict[str, int]]:
-  """temp_bytes of each form of the layer, by number of experts."""
+  """Returns temp_bytes of each form of the layer, by number of experts."""
   forms = {
     'dropless': Dropless(),
     'capacity': CapacityGather(),
@@ -168,7 +166,7 @@ def measure_memory(dims: Dims) -> dict[str, dict[str, int]]:
 
 
 def compare_with_ragged_dot(dims: Dims, num_rounds: int) -> float:
-  """How many times longer the layer takes by ragged_dot."""
+  """Returns the layer's time with ragged_dot over its own."""
   experts = Experts(dims, NUMS_EXPERTS[-1], 'uniform')
   layers = {
     name: experts.layer(Dropless(backend=name))
@@ -179,7 +177,7 @@ def compare_with_ragged_dot(dims: Dims, num_rounds: int) -> float:
 
 
 def measure_tflops(dims: Dims, backends: tuple[str, ...], num_rounds: int) -> dict[str, dict[str, float]]:
-  """TFLOP/s of the dense network, and of each backend by number of experts."""
+  """Returns TFLOP/s of the dense network, and of each backend by number of experts."""
   programs = {'dense': dense(dims)}
   for num_experts in NUMS_EXPERTS:
     experts = Experts(dims, num_experts, 'uniform')

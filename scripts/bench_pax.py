@@ -68,7 +68,7 @@ def environment() -> dict[str, str]:
 
 
 class Training:
-  """A training job that runs in turns.
+  """A training job that can be stopped and continued.
 
   Attributes:
     first_step: seconds from the start of the process to the end of step 1, on the clock and of CPU.
@@ -128,7 +128,7 @@ class Training:
 
   @property
   def peak_memory_mb(self) -> float:
-    """The largest resident size that the process has had."""
+    """The largest resident size of the process so far."""
     status = Path(f'/proc/{self._process.pid}/status').read_text()
     return int(status.partition('VmHWM:')[2].split()[0]) / 1024
 
@@ -151,7 +151,7 @@ class Training:
       time.sleep(0.005)
 
   def _cpu_seconds(self) -> float:
-    """The CPU time that the process has used on all its threads."""
+    """Returns the CPU time of all threads of the process so far."""
     fields = Path(f'/proc/{self._process.pid}/stat').read_text().rpartition(')')[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
@@ -160,7 +160,7 @@ class Training:
 def both_started(
   experiment: str, paxml_experiment: str, paxml_python: str, every: int, *, ours_first: bool
 ) -> Iterator[dict[str, Training]]:
-  """Starts both jobs up to their first steps; kills them afterwards."""
+  """Starts both jobs, up to their first steps; kills them on exit."""
   with contextlib.ExitStack() as stack:
     started: dict[str, Training] = {}
     for name in ('ours', 'paxml') if ours_first else ('paxml', 'ours'):

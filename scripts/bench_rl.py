@@ -96,19 +96,19 @@ model.save_pretrained(folder)
 
 
 def share_of_e(prompt, completion, record):
-  """How much of the text is the letter e."""
+  """Returns the fraction of the text that is the letter e."""
   return completion.count('e') / max(len(completion), 1)
 
 
 def cpu_seconds(pid: int) -> float:
-  """Of a process and those that it started, since they began."""
+  """Returns the CPU seconds of a process and its children since their start."""
   fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
   children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
   return sum(map(int, fields[11:15])) / os.sysconf('SC_CLK_TCK') + sum(map(cpu_seconds, map(int, children)))
 
 
 def run(*command: str, watched: Path | None = None) -> tuple[str, list[float]]:
-  """What a program prints; and its seconds of CPU at each line that the `watched` file got."""
+  """Returns the output of a program, and its CPU seconds at each line of the `watched` file."""
   env = {name: value for name, value in os.environ.items() if name != 'OMP_NUM_THREADS'}  # it would bind torch only
   env |= {'PYTHONPATH': f'{ROOT}:{ROOT / "scripts"}'}
   cpu: list[float] = []
@@ -126,7 +126,7 @@ def run(*command: str, watched: Path | None = None) -> tuple[str, list[float]]:
 
 
 class Workload:
-  """Prompts and a model on both sides; `numbers` has what each round gave, by name."""
+  """A model and prompts for both sides; `numbers` has the figures of each round, by name."""
 
   def __init__(self, directory: Path, sizes: dict[str, int], mean_tokens: int, trl: str | None):
     directory.mkdir()
@@ -149,12 +149,12 @@ class Workload:
       self.numbers.setdefault(name, []).append(number)
 
   def ratio(self, name: str, other: str) -> float | None:
-    """The median of the rounds' ratios."""
+    """Returns the median of the rounds' ratios."""
     pairs = zip(self.numbers[name], self.numbers.get(other, ()), strict=False)
     return median(ratios) if (ratios := [a / b for a, b in pairs]) else None
 
   def measure(self, number: int) -> None:
-    """A round: our steps and TRL's, of which those that compile are not counted."""
+    """Runs a round: our steps and TRL's, without counting steps that compile."""
     self.job = self._directory / f'job{number}'
     settings = {'model': self._folder, 'data': self._prompts, 'reward': 'bench_rl:share_of_e'}
     settings |= {'seq_len': self._seq_len, 'max_tokens': NUM_TOKENS, 'batch_size': NUM_ROWS, 'group_size': GROUP}
@@ -180,7 +180,7 @@ class Workload:
     sys.stdout.flush()
 
   def decode(self) -> float:
-    """Tokens per second of --mode decode_once, on as many prompts as the counted steps of a round have."""
+    """Returns tokens per second of --mode decode_once, with as many prompts as the counted steps of a round."""
     wanted = self._directory / 'wanted.jsonl'
     draws = {'n': GROUP, 'max_tokens': NUM_TOKENS, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
     wanted.write_text(''.join(json.dumps({'prompt': text, **draws}) + '\n' for text in self._asked) * (LAST - FIRST))

@@ -60,7 +60,7 @@ STEPS_PER_ROUND = 8  # of the engine against the floor
 
 
 class Run(NamedTuple):
-  """One replay of the trace."""
+  """The result of one replay of the trace."""
 
   num_steps: int
   seconds: float
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 def make_trace(num_requests, max_len):
-  """Makes (prompt tokens, number of tokens to generate) of each request, short and long ones, always the same."""
+  """Returns (prompt tokens, number of tokens to generate) of each request, fixed, short and long."""
   rng = np.random.default_rng(0)
   most = max_len // 2
   prompts = [rng.integers(3, 259, size=int(n)).tolist() for n in rng.integers(4, most, size=num_requests)]
@@ -78,7 +78,7 @@ def make_trace(num_requests, max_len):
 
 
 def make_engine(sizes):
-  """Makes a warm engine with random weights."""
+  """Returns a warmed-up engine with random weights."""
   job = resolve(
     MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_slots=8', 'task.decode.num_top_logprobs=1']
   ).build()
@@ -104,7 +104,7 @@ def tokens_by_sequence(deltas, sequences):
 
 
 def run_static(engine, trace, tokenizer):
-  """Replays the trace in static batches: the scheduler gets a batch only when it has finished the one before."""
+  """Replays the trace in static batches: the scheduler gets a batch only after it has finished the previous one."""
   scheduler, sequences, deltas = Scheduler(engine), sequences_of(trace, tokenizer), []
   began = time.perf_counter()
   for start in range(0, len(sequences), engine.num_slots):
@@ -115,7 +115,7 @@ def run_static(engine, trace, tokenizer):
 
 
 def run_continuous(engine, trace, tokenizer):
-  """Replays the trace with all requests queued at once; counts slot use while some of them wait."""
+  """Replays the trace with all requests queued at once; counts slot use while requests wait."""
   scheduler, sequences, deltas, use = Scheduler(engine), sequences_of(trace, tokenizer), [], None
   scheduler.submit(sequences)
   began = time.perf_counter()
@@ -249,7 +249,7 @@ def seconds_per_http_step(times, num_steps):
 
 
 def percentiles_ms(values):
-  """p50, p95, p99 of seconds; nothing of no seconds: a busy machine's client may be too slow to fill the queue."""
+  """Returns p50, p95, p99 of seconds; nothing if there are none, as a slow client may not fill the queue."""
   return [float(1000 * np.percentile(values, p)) for p in (50, 95, 99)] if len(values) else []
 
 

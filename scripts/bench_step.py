@@ -51,7 +51,7 @@ class Stepper:
 
 
 class Case:
-  """One model's compiled steps, ours and by hand, from the same weights."""
+  """One model's compiled steps, ours and the handwritten one, with the same weights."""
 
   def __init__(self, overrides: tuple[str, ...], experiment: str = EXPERIMENT):
     self.job = resolve(experiment, overrides).build()
@@ -80,7 +80,7 @@ class Case:
 
 
 def check_same_losses(ours: Stepper, bare: Stepper, batches: list[Any]) -> float:
-  """The largest relative difference of the two losses; an error if it is more than 1e-5."""
+  """Returns the largest relative difference of the two losses; raises if it is more than 1e-5."""
   largest = 0.0
   for batch in batches:
     ours.batch = bare.batch = batch
@@ -91,7 +91,7 @@ def check_same_losses(ours: Stepper, bare: Stepper, batches: list[Any]) -> float
 
 
 def describe(stepper: Stepper) -> dict[str, Any]:
-  """What XLA made of a step; bytes and FLOPs are one device's."""
+  """Returns figures of the compiled step; bytes and FLOPs are per device."""
   compiled = stepper.compiled
   return {
     'num_hlo_instructions': compiled.as_text().count(' = '),
@@ -124,7 +124,7 @@ def compare(overrides: tuple[str, ...], rounded_up: tuple[str, ...] | None, num_
 
 
 def measure_startup(num_steps: int, overrides: tuple[str, ...]) -> dict[str, Any]:
-  """The binary itself in a process of its own, with one eval and one checkpoint halfway."""
+  """Runs the binary in its own process, with one eval and one checkpoint halfway."""
   with tempfile.TemporaryDirectory() as directory:
     flags = f'--exp {EXPERIMENT} --mode train --num_fake_devices 8 --num_train_steps {num_steps}'
     intervals = f'eval_every_steps={num_steps // 2}', f'checkpoint_every={num_steps // 2}', 'log_every_steps=1'

@@ -1,4 +1,4 @@
-"""Adds each class's fields to its API entry: name, type, default and the comment beside or above it.
+"""Adds each class's fields to its API entry: name, type, default, and the comment next to or above it.
 
 A griffe extension (mkdocs.yml, `extensions`). Experiments, Linen modules and dataclasses declare fields that users set,
 and describe them in comments; without this, the API reference would show none of them.
@@ -40,7 +40,7 @@ def _description(field: Any, source: list[str]) -> str:
 
 
 def _comment(field: Any, source: list[str]) -> str:
-  """The comment behind the field, or else the comment lines right above it."""
+  """Returns the comment after the field, or else the comment lines directly above it."""
   behind = source[field.endlineno - 1].rpartition('  # ')
   if behind[1]:
     return f'{behind[2].strip().rstrip(".")}.'

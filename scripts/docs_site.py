@@ -1,4 +1,4 @@
-"""Writes the pages of the docs site that follow from the code. mkdocs calls the `on_*` functions (mkdocs.yml, `hooks`).
+"""Generates pages of the docs site from the code. mkdocs calls the `on_*` functions (mkdocs.yml, `hooks`).
 
     api/<package>.md   every public name of a package: each entry of its `__all__`
     modules.md         every module with the first sentence of its docstring
@@ -37,12 +37,12 @@ class PublicPackage:
 
   @property
   def page(self) -> str:
-    """The page's path below docs/."""
+    """The path of the page below docs/."""
     return f'api/{self.name}.md'
 
 
 def public_packages(root: Path = ROOT) -> list[PublicPackage]:
-  """Every package of spmd_tasks with an `__all__` that is not empty, outer packages first."""
+  """Returns every package of spmd_tasks with a nonempty `__all__`, outer packages first."""
   packages = []
   for path in (root / 'spmd_tasks').rglob('__init__.py'):
     tree = ast.parse(path.read_text(encoding='utf-8'))
@@ -57,7 +57,7 @@ def public_packages(root: Path = ROOT) -> list[PublicPackage]:
 
 
 def public_names(tree: ast.Module) -> tuple[str, ...]:
-  """The names that a package imports and defines by `lazy_exports`, sorted, or else the entries of `__all__`."""
+  """Returns the names in the `lazy_exports` of a package, sorted, or else the entries of its `__all__`."""
   for node in tree.body:
     if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_exports('):
       _, *own = node.items[0].context_expr.args
@@ -68,13 +68,13 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
 
 
 def own_names(tree: ast.Module) -> tuple[str, ...]:
-  """The names without an underscore that a module binds itself, by definition or assignment at its top level."""
+  """Returns the public names that a module defines or assigns at its top level."""
   own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.If)]
   return tuple(name for name in bound_names(own) if not name.startswith('_'))
 
 
 def identifier(package: str, name: str) -> str:
-  """The dotted path under which griffe, which reads syntax only, finds a public name."""
+  """Returns the dotted path of a public name for griffe, which only reads syntax."""
   folder = ROOT.joinpath(*package.split('.'))
   if folder.with_suffix('.py').is_file():
     return f'{package}.{name}'
@@ -88,7 +88,7 @@ def identifier(package: str, name: str) -> str:
 
 
 def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-  """The names that statements bind, also under `if TYPE_CHECKING` and lazy imports, but not inside of functions."""
+  """Yields the names that statements bind, also in `if TYPE_CHECKING` and lazy imports, but not in functions."""
   for node in body:
     if isinstance(node, ast.ImportFrom | ast.Import):
       yield from (alias.asname or alias.name for alias in node.names)
@@ -102,7 +102,7 @@ def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def api_page(package: PublicPackage) -> str:
-  """The page of a package: its docstring, then an entry for each public name."""
+  """Returns the page of a package: its docstring, then an entry for each public name."""
   parts = [
     f'# {package.name}',
     f'::: {package.name}\n    options:\n      members: []\n      show_root_heading: false\n'
@@ -114,7 +114,7 @@ def api_page(package: PublicPackage) -> str:
 
 
 def api_index(packages: list[PublicPackage]) -> str:
-  """A table of all public names by package."""
+  """Returns a table of all public names by package."""
   lines = ['# API reference', '', 'Every public name, by the package that exports it.', '']
   lines += ['| package | names |', '|---|---|']
   for package in packages:
@@ -124,13 +124,13 @@ def api_index(packages: list[PublicPackage]) -> str:
 
 
 def first_sentence(path: Path) -> str:
-  """The first paragraph of a module's docstring, in one line; empty if there is none."""
+  """Returns the first paragraph of a module's docstring in one line, or an empty string."""
   paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').partition('\n\n')[0]
   return ' '.join(paragraph.split())
 
 
 def modules(root: Path = ROOT) -> Iterator[tuple[str, list[tuple[Path, str]]]]:
-  """(folder, [(file, first sentence)]) of the package and the experiments, `__init__` files first."""
+  """Yields (folder, [(file, first sentence)]) for the package and the experiments, `__init__` files first."""
   by_folder: dict[Path, list[tuple[Path, str]]] = {}
   for path in [*root.glob('spmd_tasks/**/*.py'), *root.glob('experiments/*.py')]:
     sentence = first_sentence(path)
@@ -141,7 +141,7 @@ def modules(root: Path = ROOT) -> Iterator[tuple[str, list[tuple[Path, str]]]]:
 
 
 def modules_page() -> str:
-  """A table per folder."""
+  """Returns a table per folder."""
   lines = ['# Every module', '', 'Each file with the first sentence of its docstring.']
   for folder, files in modules():
     lines += ['', f'## {folder}', '', '| file | |', '|---|---|']
@@ -150,12 +150,12 @@ def modules_page() -> str:
 
 
 def table_cell(text: str) -> str:
-  """Text that may stand in a cell of a markdown table."""
+  """Escapes text for a cell of a Markdown table."""
   return text.replace('|', '\\|').replace('<', '&lt;')
 
 
 def experiments_page() -> str:
-  """The registered experiments with their commands."""
+  """Returns the registered experiments with their commands."""
   lines = [
     '# Registered experiments',
     '',
@@ -173,7 +173,7 @@ def experiments_page() -> str:
 
 
 def layering_rows(root: Path = ROOT) -> list[tuple[str, ...]]:
-  """The rows of the package, top row first, as tests/test_layering.py holds them."""
+  """Returns the rows of the package in tests/test_layering.py, top row first."""
   tree = ast.parse((root / 'tests' / 'test_layering.py').read_text(encoding='utf-8'))
   for node in tree.body:
     if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', None) == 'ROWS':
@@ -182,7 +182,7 @@ def layering_rows(root: Path = ROOT) -> list[tuple[str, ...]]:
 
 
 def existing_rows(root: Path = ROOT) -> str:
-  """The rows as text, one per line, without parts that do not exist yet."""
+  """Formats the rows, one per line, without missing packages."""
   package = root / 'spmd_tasks'
   rows = []
   for row in layering_rows(root):
@@ -193,7 +193,7 @@ def existing_rows(root: Path = ROOT) -> str:
 
 
 def page_of_top_level(text: str) -> str:
-  """A file of the top level as a page: links into docs/ lose that folder, links beside it get the page's name."""
+  """Returns a top-level file as a page, with its links to docs/ and to other top-level files rewritten."""
   text = re.sub(r'\]\(docs/', '](', text)
   for name, page in TOP_LEVEL.items():
     text = text.replace(f']({name}', f']({page}')
@@ -201,7 +201,7 @@ def page_of_top_level(text: str) -> str:
 
 
 def plain_fences(markdown: str) -> str:
-  """Fences as the site's renderer knows them: without `no-run`, with `file=` as a title (see tests/test_docs.py)."""
+  """Rewrites code fences for the renderer: without `no-run`, and `file=` as a title (see tests/test_docs.py)."""
   markdown = re.sub(r'^```(\w+) no-run$', r'```\1', markdown, flags=re.MULTILINE)
   return re.sub(r'^```(\w+) file=(\S+)$', r'```\1 title="\2"', markdown, flags=re.MULTILINE)
 
@@ -226,7 +226,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-  """Rewrites fences, and links from docs/ to files of the top level."""
+  """Rewrites code fences, and links from docs/ to top-level files."""
   markdown = plain_fences(markdown)
   for name, target in TOP_LEVEL.items():
     markdown = markdown.replace(f'](../{name}', f']({target}').replace(f'](../../{name}', f'](../{target}')

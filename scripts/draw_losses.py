@@ -40,7 +40,7 @@ COLORS = ('#9aa3b2', '#3b6fc4', '#d9822b', '#3f9a5f', '#b0417a')
 
 
 def run_job(directory: Path, name: str) -> None:
-  """Trains one of RUNS to its end; the killed one is killed once."""
+  """Trains one of RUNS to its end; kills the killed one once."""
   experiment, mesh, num_devices, _ = RUNS[name]
   command = [str(Path(sys.executable).with_name('spmd-tasks')), '--exp', experiment, '--mode', 'train']
   command += ['--job_log_dir', str(directory / name), '--ici_mesh_shape', mesh, '--num_fake_devices', str(num_devices)]
@@ -56,20 +56,20 @@ def run_job(directory: Path, name: str) -> None:
 
 
 def num_lines(job_log_dir: Path) -> int:
-  """How many steps of a job are logged."""
+  """Returns the number of logged steps of a job."""
   path = job_log_dir / 'metrics.jsonl'
   return path.read_bytes().count(b'\n') if path.exists() else 0
 
 
 def losses_of(job_log_dir: Path) -> list[float]:
-  """The loss of every step; a step that was repeated counts as it was the last time."""
+  """Returns the loss of every step; for a repeated step, the last one."""
   lines = [json.loads(line) for line in (job_log_dir / 'metrics.jsonl').read_text().splitlines()]
   by_step = {line['step']: line['loss'] for line in lines}
   return [by_step[step] for step in sorted(by_step)]
 
 
 def same_losses(directory: Path) -> str:
-  """The curves of RUNS on one another, and below them each one's differences on a log axis."""
+  """Draws the curves of RUNS on top of one another, and below them their differences on a log axis."""
   losses = {name: losses_of(directory / name) for name in RUNS}
   left, width, top, height, most = 64, 776, 64, 210, 7.0
   drawing = svg.Drawing(860, 712, 'One loss in five ways')

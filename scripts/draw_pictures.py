@@ -23,30 +23,30 @@ PICTURES = Path(__file__).parents[1] / 'docs' / 'pictures'
 
 
 def partitioned(name: str) -> Any:
-  """The partitioned model of a registered experiment; nothing is allocated."""
+  """Returns the partitioned model of a registered experiment, without allocating arrays."""
   return partition_job(resolve(name).build())
 
 
 def leaf(tree: Any, *path: str) -> Any:
-  """The leaf of a tree of dicts under a path."""
+  """Returns the leaf at a path in a tree of dicts."""
   for key in path:
     tree = tree[key]
   return tree
 
 
 def list_of(shape: Sequence[int]) -> str:
-  """A shape as the docs write one: [2, 30, 90]."""
+  """Formats a shape as in the docs: [2, 30, 90]."""
   return f'[{", ".join(str(dim) for dim in shape)}]'
 
 
 def names_of(entries: Sequence[Any]) -> str:
-  """Split dims or a PartitionSpec as the docs write them: (layers, embed, mlp)."""
+  """Formats split dims or a PartitionSpec as in the docs: (layers, embed, mlp)."""
   words = ['-' if entry is None else entry if isinstance(entry, str) else '+'.join(entry) for entry in entries]
   return f'({", ".join(words)})'
 
 
 def experiment_to_step() -> str:
-  """An experiment's way to a compiled step, with the values of lm.StdlibTiny."""
+  """Draws the way from an experiment to a compiled step, with the values of lm.StdlibTiny."""
   override = 'task.learner.clip_global_norm=0.5'
   resolved = resolve('lm.StdlibTiny', ['seq_len=64', override])
   job = resolved.build()
@@ -109,7 +109,7 @@ def experiment_to_step() -> str:
 
 
 def split_dims_to_bytes() -> str:
-  """A weight of synthetic.Uneven on 8 devices, from split dims over the PartitionSpec to bytes per device."""
+  """Draws a weight of synthetic.Uneven on 8 devices, from split dims over its PartitionSpec to bytes per device."""
   model = partitioned('synthetic.Uneven')
   path = ('stack', 'layers', 'ffn', 'up', 'kernel')
   weight = leaf(model.weight_specs, *path)
@@ -165,7 +165,7 @@ def split_dims_to_bytes() -> str:
 
 
 def three_shapes() -> str:
-  """True, padded and canonical shapes of weights: uneven dims, uneven stages, circular stages."""
+  """Draws true, padded and canonical shapes of weights: uneven dims, uneven stages, circular stages."""
   rows = [
     ('synthetic.Uneven', 'An uneven dim', ('ffn', 'up', 'kernel')),
     ('pipeline.OneForwardOneBackwardTiny', 'Layers that the stages do not divide', ('ffn', 'up', 'kernel')),
@@ -212,7 +212,7 @@ def three_shapes() -> str:
 
 
 def pipeline_ticks() -> str:
-  """Which microbatch each stage works on in each tick, for the three schedules."""
+  """Draws the microbatch of each stage in each tick, for the three schedules."""
   stages, microbatches = 4, 8
   gpipe = Schedule(num_stages=stages, num_microbatches=microbatches)
   circular = Schedule(num_stages=stages, num_microbatches=microbatches, num_repeats=2)

@@ -1,4 +1,4 @@
-"""Draws a request's life in the server: the way from HTTP to text, and slots over time from the real scheduler."""
+"""Draws a request's way through the server from HTTP to text, and slots over time from the real scheduler."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ TOKEN = 65
 
 
 class RecordingEngine:
-  """An engine without a model: records what each launch does in each slot, and gives every sequence the same token."""
+  """An engine without a model: records each launch by slot, and returns the same token for every sequence."""
 
   num_slots = 3
   prefill_chunk = 8
@@ -35,13 +35,13 @@ class RecordingEngine:
     self._generated: dict[int, int] = {}
 
   def warm_up(self) -> None:
-    """Compiles nothing."""
+    """Does nothing."""
 
   def reset(self) -> None:
-    """Keeps the record."""
+    """Does nothing, to keep the record."""
 
   def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
-    """One whole chunk."""
+    """The size of a chunk: the whole prompt."""
     return self.prefill_chunk, 1
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: Any = None) -> Any:
@@ -69,7 +69,7 @@ class RecordingEngine:
 
 
 class _Launched:
-  """The outputs of a launch, at once."""
+  """Returns the outputs of a launch, which are ready at once."""
 
   def __init__(self, finished: Sequence[bool]):
     rows = len(finished)
@@ -87,7 +87,7 @@ class _Launched:
 
 
 def schedule() -> list[tuple[str, dict[int, int]]]:
-  """What the scheduler launches for REQUESTS."""
+  """Returns the scheduler's launches for REQUESTS."""
   engine = RecordingEngine()
   scheduler = Scheduler(engine)
   requests = [
@@ -101,7 +101,7 @@ def schedule() -> list[tuple[str, dict[int, int]]]:
 
 
 def request_life() -> str:
-  """The way of a request, and six requests in three slots."""
+  """Draws the way of a request, and six requests in three slots."""
   launches = schedule()
   cell, left, top = 27, 90, 262
   drawing = svg.Drawing(max(860, left + cell * len(launches) + 20), 480, "A request's life in the server")

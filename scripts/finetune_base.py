@@ -1,4 +1,4 @@
-"""What scripts/quickstart_finetune begins with: a base model of Python source, and conversations about the same source.
+"""Provides the base model of scripts/quickstart_finetune, trained on Python source, and conversations about it.
 
     python scripts/finetune_base.py inputs DIRECTORY          # writes tokenizer.json and chats.jsonl
     python scripts/finetune_base.py template DIRECTORY/base   # makes an exported base a model to talk to
@@ -52,7 +52,7 @@ class Base(DenseLanguageModel):
 
 
 def conversations() -> Iterator[dict]:
-  """One for each function of the standard library with a docstring that begins with a short sentence."""
+  """Yields a conversation for each function of the standard library whose docstring begins with a short sentence."""
   for path in sorted(Path(sysconfig.get_path('stdlib')).glob('*.py')):
     for node in ast.walk(ast.parse(path.read_text(errors='replace'))):
       if not isinstance(node, ast.FunctionDef) or node.name.startswith('_'):

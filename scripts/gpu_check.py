@@ -1,14 +1,14 @@
-"""Measures and checks spmd_tasks on one GPU: kernels, training, decoding, serving, and what others get there.
+"""Measures and checks spmd_tasks on one GPU: kernels, training, decoding and serving, compared with other programs.
 
     scripts/gpu_check --out DIR [--sections env,kernels] [--budget 570] [--tiny]
 
-Each section is a process of its own with a time limit, the most wanted first; what fails or takes too long is recorded,
-and the next one runs. DIR gets gpu_check.json, gpu_check.md and log.txt. The last line on stdout is one JSON object,
-and the exit code is 0 if nothing failed. With --tiny all sizes are small, and all runs on the CPU.
+Each section runs in its own process with a time limit, the most important first; failures and timeouts are recorded,
+and the next section runs. DIR gets gpu_check.json, gpu_check.md and log.txt. The last line on stdout is one JSON
+object, and the exit code is 0 if nothing failed. With --tiny all sizes are small, and everything runs on the CPU.
 
-A row has what applies of: ms, busy_ms (of it the GPU's), tokens_per_s, tflops, mfu, peak_gb, compile_s; `kernels`, the
-longest; `error`, relative in the 2-norm to the plain computation, or absolute in `unit`, with the `limit` under which
-it must be; `failure`. Section `plan` is what --mode plan predicts: made here if protobuf is installed, else read from
+A row has the applicable fields of: ms, busy_ms (the GPU's part), tokens_per_s, tflops, mfu, peak_gb, compile_s;
+`kernels`, the longest ones; `error`, relative in the 2-norm to the plain computation, or absolute in `unit`, and its
+`limit`; `failure`. Section `plan` has the predictions of --mode plan, computed if protobuf is installed, else read from
 gpu_check_plans.json, which any machine with jax[cuda13] writes: `--sections plan --target h100 --write_plans`.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim; R rows, E experts, D in, F out.
@@ -72,7 +72,7 @@ def sizes(tiny: bool) -> Any:
 
 
 def dense_job(size: Any, slots: int = 1) -> tuple[str, tuple[str, ...]]:
-  """lm.Dense1B on one device, with the learning rate that bare_step.py has."""
+  """lm.Dense1B on one device, with the learning rate of bare_step.py."""
   decode = dict(num_slots=slots, max_len=size.max_len, prefill_chunk=64, min_bucket=64, weights_dtype='bfloat16')
   fields = size.shape | {f'task.decode.{name}': value for name, value in decode.items()}
   fixed = ('ici_mesh_shape=1,1,1', 'learning_rate=3e-3', f'num_train_steps={size.steps[1]}', 'eval_batches=1')
@@ -84,7 +84,7 @@ def moe_row(size: Any) -> str:
 
 
 def decode_jobs(size: Any) -> list[tuple[str, tuple[str, tuple[str, ...]], int, int, int]]:
-  """Returns (the row's name, job, slots, tokens of each prompt, tokens to compare) of what `decode` measures."""
+  """Returns (row name, job, slots, tokens per prompt, tokens to compare) for each measurement of `decode`."""
   jobs = [(f'{slots} slots of {size.max_len}', dense_job(size, slots), slots, 8, 4) for slots in size.slots]
   return jobs + ([('lm.Llama8B, 32 full slots of 4096', ('lm.Llama8B', size.llama), 32, 3900, 0)] if size.llama else [])
 
@@ -107,7 +107,7 @@ def milliseconds(run: Callable[[], Any], count: int = 10) -> float:
 
 
 def row(what: str, measure: Callable[..., Row], *args: Any) -> Row:
-  """Measures; a failure becomes part of the row, as the next row is wanted all the same."""
+  """Returns the row of a measurement; a failure becomes part of the row, so that the next one runs."""
   try:
     return {'what': what, **measure(*args)}
   except Exception as error:
@@ -138,7 +138,7 @@ def rates(seconds: float, tokens: float, flops: float, device_kind: str) -> Row:
 
 
 def device_time(run: Callable[[], Any], count: int) -> Row:
-  """How long the GPU is busy in one of the `count` steps that `run` waits for, and its longest kernels."""
+  """Returns how long the GPU is busy in each of the `count` steps of `run`, and its longest kernels."""
   import jax
 
   with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +194,7 @@ def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any
 
 
 def env(size: Any) -> Iterator[Row]:
-  """Versions and the machine's own rates; what is missing, and what does not work without it."""
+  """Yields versions, the machine's rates, and missing packages with what needs them."""
   import jax
   import jax.numpy as jnp
 
@@ -228,7 +228,7 @@ def env(size: Any) -> Iterator[Row]:
 
 
 def kernels(size: Any) -> Iterator[Row]:
-  """Attention and grouped matmuls, forward and backward, and attention to pages, against the plain computation."""
+  """Compares attention and grouped matmuls, forward and backward, and paged attention with the plain computation."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -362,7 +362,7 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
 
 
 def dense(size: Any) -> Iterator[Row]:
-  """The train step of lm.Dense1B on the standard library's text, and the same by hand (bare_step.py)."""
+  """Measures the train step of lm.Dense1B on the standard library's text, and the handwritten one (bare_step.py)."""
   import bench_step
   import jax.numpy as jnp
 
@@ -378,7 +378,7 @@ def dense(size: Any) -> Iterator[Row]:
 
 
 def moe(size: Any) -> Iterator[Row]:
-  """The train step of a mixture of experts."""
+  """Measures the train step of a mixture of experts."""
   import bench_step
 
   def measure() -> Row:
@@ -389,7 +389,7 @@ def moe(size: Any) -> Iterator[Row]:
 
 
 def train(size: Any) -> Iterator[Row]:
-  """The binary itself: what input, logs and the checkpoint cost beside the steps. `serve` takes its checkpoint."""
+  """Measures the binary, with input, logs and a checkpoint, which `serve` then uses."""
 
   def measure() -> Row:
     start = time.perf_counter()
@@ -407,7 +407,7 @@ def train(size: Any) -> Iterator[Row]:
 
 
 def serve(size: Any) -> Iterator[Row]:
-  """--mode serve of the checkpoint that `train` wrote: one request, then many at once."""
+  """Measures --mode serve with the checkpoint of `train`: one request, then many at once."""
   command = binary('serve', *dense_job(size, size.requests), '--job_log_dir', 'job', '--port', 0)
   start, address, model = time.perf_counter(), '', ''
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -445,7 +445,7 @@ def serve(size: Any) -> Iterator[Row]:
 
 
 def decode(size: Any) -> Iterator[Row]:
-  """Steps of the engine with all slots in use; log-probabilities against those of the whole text read at once."""
+  """Measures the engine's steps with all slots in use; compares log-probabilities with a forward pass of the text."""
   import bench_step
   import jax
 
@@ -461,7 +461,7 @@ def decode(size: Any) -> Iterator[Row]:
     return (0.02 * jax.random.normal(jax.random.key(number), shape)).astype(dtype)
 
   def weights_of(steps: DecodeSteps) -> Any:
-    """Weights as the steps take them: to draw a train state's would take its optimizer's memory too."""
+    """Returns initialized weights for the steps; a train state would need the optimizer's memory as well."""
     leaves = jax.tree_util.tree_leaves_with_path(steps.storage.padded)
     is_norm = ['norm' in jax.tree_util.keystr(path) for path, _ in leaves]
     drawn = [draw(i, leaf.shape, leaf.dtype) for i, (_, leaf) in enumerate(leaves)]
@@ -518,7 +518,7 @@ def decode(size: Any) -> Iterator[Row]:
 
 
 def pytorch(size: Any) -> Iterator[Row]:
-  """The shapes of lm.Dense1B as transformers' Llama, in autocast bfloat16, causal, without documents or remat."""
+  """Measures lm.Dense1B's shapes as transformers' Llama, in autocast bfloat16, causal, without segments or remat."""
   if missing := [name for name in ('torch', 'transformers') if not importlib.util.find_spec(name)]:
     yield {'what': 'PyTorch', 'skipped': f'not installed: {", ".join(missing)}'}
     return
@@ -566,7 +566,7 @@ def pytorch(size: Any) -> Iterator[Row]:
 
 
 def plan(size: Any) -> Iterator[Row]:
-  """What --mode plan says of the steps of `dense`, `moe` and `decode`."""
+  """Yields the predictions of --mode plan for the steps of `dense`, `moe` and `decode`."""
   if 'protobuf' not in importlib.metadata.packages_distributions().get('google', ()):
     kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
     yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no protobuf, and no plan in {PLANS.name}'}])
@@ -599,7 +599,7 @@ RUN: dict[str, Callable[[Any], Iterator[Row]]] = {name: globals()[name] for name
 
 
 def judge(status: str, rows: list[Row]) -> str:
-  """The first thing wrong with a section, '' if nothing is."""
+  """Returns the first failure of a section, or ''."""
   for entry in rows:
     if 'failure' in entry:
       return f'{entry["what"]}: {entry["failure"]}'
@@ -642,7 +642,7 @@ def child_environment(work: Path, tiny: bool) -> dict[str, str]:
 
 
 def run_section(name: str, args: argparse.Namespace, work: Path, limit_s: float, log: Any) -> tuple[str, list[Row]]:
-  """Runs a section in a process of its own; returns what is wrong with it, and the rows that it has come to."""
+  """Runs a section in its own process; returns its failure, or '', and its rows."""
   target = work / f'{name}.json'
   flags = ['--section', name, '--to', target, '--target', args.target, *(['--tiny'] if args.tiny else [])]
   print(f'--- {name}', file=log, flush=True)

@@ -1,4 +1,4 @@
-"""The models of pax_models.py as experiments of ours, for bench_pax.py: the same shapes, mesh, batch, remat and dtype.
+"""Defines the models of pax_models.py as native experiments, with equal shapes, mesh, batch, remat and dtype.
 
 4 layers, width 256, feed-forward 1024, 8 heads, 256 positions, batch 16; 8 devices.
 """
@@ -11,7 +11,7 @@ from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel, Synthet
 
 
 class Dense(SyntheticLanguageModel):
-  """Adam, layers repeated by a scan, everything recomputed in the backward pass."""
+  """Adam, scanned layers, full remat."""
 
   ici_mesh_shape = (1, 4, 2)
   vocab_size = 512
@@ -33,7 +33,7 @@ class Dense(SyntheticLanguageModel):
 
 
 class MoeDropless(Dense, MoeLanguageModel):
-  """The same with 8 experts in every layer, top 2; no token is dropped."""
+  """Dense with 8 experts in every layer, top 2, dropless."""
 
   num_experts = 8
 
@@ -67,13 +67,13 @@ class Pipeline(PipelinedLanguageModel, Dense):
 
 
 class OneForwardOneBackward(Pipeline):
-  """In the other order of ticks."""
+  """Pipeline with the other order of ticks."""
 
   schedule = 'one_forward_one_backward'
 
 
 class PipelineMoeDropless(PipelinedLanguageModel, MoeDropless):
-  """Experts in the stages."""
+  """Pipeline with experts."""
 
   ici_mesh_shape = (1, 4, 1, 2)
   num_microbatches = 8

@@ -1,4 +1,4 @@
-"""Language models as a user of Paxml writes them, dense and with experts, pipelined and not, for bench_pax.py.
+"""Defines language models as Paxml users write them, dense and with experts, pipelined and not, for bench_pax.py.
 
 4 layers, width 256, feed-forward 1024, 8 heads, 256 positions, batch 16. Mesh: replica 1 x data 4 x mdl 2, or stage 4 x
 replica 1 x data 1 x mdl 2.
@@ -11,7 +11,7 @@ from praxis import base_input, layers, pax_fiddle, py_utils
 
 
 class AffineText(base_input.BaseInput):
-  """Token t + 1 is 5 t + 7, and every tenth one is drawn."""
+  """Token t + 1 is 5 t + 7, except one in ten, which is random."""
 
   seq_len: int = 256
   vocab_size: int = 512
@@ -43,13 +43,13 @@ class AffineText(base_input.BaseInput):
 
 
 def add_experts(transformer, num_groups):
-  """Makes every feed-forward layer of a StackedTransformer's config a mixture of 8 experts, top 2."""
+  """Replaces every feed-forward layer of a StackedTransformer's config by a mixture of 8 experts, top 2."""
   transformer.num_experts, transformer.num_groups, transformer.gating_func = 8, num_groups, 'top2'
   transformer.moe_layers = list(range(transformer.num_layers))
 
 
 class Common:
-  """Adam; everything is recomputed in the backward pass."""
+  """Adam, full remat."""
 
   NUM_LAYERS = 4
   VOCAB_SIZE = 512
@@ -77,14 +77,14 @@ class Common:
 
 
 class Dense(Common, model_params.TransformerLmSpmdAdafactor):
-  """Layers repeated by a scan."""
+  """Scanned layers."""
 
   USE_REPEATED_LAYER = True
   ICI_MESH_SHAPE = [1, 4, 2]
 
 
 class Moe(Dense):
-  """The same with 8 experts in every layer, top 2."""
+  """Dense with 8 experts in every layer, top 2."""
 
   def task(self):
     task = super().task()
@@ -97,7 +97,7 @@ class Moe(Dense):
 
 
 class Pipeline(Common, model_params.TransformerLmSpmdPipelineAdafactor):
-  """4 stages of a layer, 8 microbatches of 2 rows."""
+  """4 stages of one layer, 8 microbatches of 2 rows."""
 
   NUM_STAGES = 4
   NUM_MICROBATCHES = 8
@@ -106,7 +106,7 @@ class Pipeline(Common, model_params.TransformerLmSpmdPipelineAdafactor):
 
 
 class PipelineMoe(Pipeline):
-  """The same with experts."""
+  """Pipeline with experts."""
 
   def task(self):
     task = super().task()

@@ -1,4 +1,4 @@
-"""Runs one experiment by the real `paxml.main` until it is killed; bench_pax.py starts it, in a process of its own.
+"""Runs an experiment with the real `paxml.main` until it is killed; bench_pax.py starts this in its own process.
 
     python paxml_run.py pax_models.Dense 5 marks.jsonl      # step and loss after the first step and after every fifth
 
@@ -19,7 +19,7 @@ import types
 
 
 class StandIn(types.ModuleType):
-  """A module in which every name is an empty class, or a module if it begins with a small letter."""
+  """A module whose names are empty classes, or such modules if they begin with a lowercase letter."""
 
   __path__ = ()
 
@@ -32,7 +32,7 @@ class StandIn(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-  """Finds the modules that Paxml imports and that cannot be installed, or cannot be loaded."""
+  """Provides the modules that Paxml imports, but that cannot be installed or loaded."""
 
   def find_spec(self, fullname, path=None, target=None):
     names = 'seqio', 't5', 'tensorflow_datasets', 'lingvo.core.ops'
@@ -48,7 +48,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def give_back_names() -> None:
-  """Adds to JAX what Paxml 1.4.0 uses of earlier versions."""
+  """Adds names of earlier JAX versions that Paxml 1.4.0 uses."""
   import jax
   from jax._src.lib import xla_client
   from jax.experimental import pjit
@@ -60,7 +60,7 @@ def give_back_names() -> None:
 
 
 class NoCheckpointer:
-  """What Paxml's loop asks of a checkpointer, for new weights and without files."""
+  """A checkpointer for Paxml's loop with new weights and without files."""
 
   step_to_restore = None
 
@@ -111,7 +111,7 @@ def main() -> None:
       return output
 
   class Timed(experiment):
-    """The experiment without an end, and without evals in between."""
+    """Returns the experiment without an end and without evals."""
 
     def train_programs(self):
       return [TimedProgram()]

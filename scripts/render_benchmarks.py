@@ -24,7 +24,7 @@ BLOCK = re.compile(r'(<!-- results: (\w+) -->\n).*?(<!-- end -->)', flags=re.DOT
 
 
 def table(columns: list[str], rows: list[list[Any]]) -> str:
-  """Returns a table of Markdown; columns of numbers are aligned to the right."""
+  """Returns a Markdown table, with columns of numbers aligned to the right."""
 
   def is_number(column: int) -> bool:
     cells = [str(row[column]) for row in rows if row[column] != '']
@@ -64,7 +64,7 @@ def render(name: str) -> str:
 
 
 def rendered(page: str) -> str:
-  """Returns a page with its tables as the results have them now."""
+  """Returns a page with its tables updated from the results."""
   return BLOCK.sub(lambda block: f'{block[1]}{render(block[2])}{block[3]}', page)
 
 

@@ -36,7 +36,7 @@ def scatter_wgrad(x, grad, indices, bin_ids, bins, top_k):
 
 
 def bin_members(indices, bins, capacity):
-  """For each bin the assignments that fit."""
+  """Returns the assignments that fit into each bin."""
   starts = [0, *bins[:-1].tolist()]
   return [indices[start:end][:capacity].long() for start, end in zip(starts, bins.tolist(), strict=True)]
 
@@ -78,7 +78,7 @@ def sort(x, end_bit, x_out, iota_out):
 
 
 def install(source):
-  """Lets `import megablocks` find the source, and torch in place of its kernels."""
+  """Makes `import megablocks` find the source, with torch in place of its kernels."""
 
   def module(name, **members):
     sys.modules[name] = types.ModuleType(name)
@@ -106,7 +106,7 @@ def install(source):
 
 
 def make_layer(case, arrays):
-  """The layer, and its parameters by the names of `draw`."""
+  """Returns the layer, and its parameters by their names in `draw`."""
   from megablocks.layers.arguments import Arguments
   from megablocks.layers.dmoe import dMoE
   from megablocks.layers.moe import MoE
@@ -154,7 +154,7 @@ def make_layer(case, arrays):
 
 
 def sparse_layer(case, arrays):
-  """The layer with one expert that MegaBlocks measures by the dense one."""
+  """Returns the layer with one expert, which MegaBlocks compares with the dense layer."""
   import dataclasses
 
   from megablocks.layers import dmlp_registry
@@ -173,7 +173,7 @@ def sparse_layer(case, arrays):
 
 
 def run(name, case):
-  """'NAME/y', 'NAME/losses' and a digest of each gradient, in the shapes of `draw`."""
+  """Returns 'NAME/y', 'NAME/losses' and a digest of each gradient, in the shapes of `draw`."""
   from megablocks.layers.moe import batched_load_balancing_loss, clear_load_balancing_loss
   from megablocks.layers.router import batched_router_zloss, clear_router_zloss
   from megablocks_cases import digest, draw

@@ -122,7 +122,7 @@ CASES = {
 
 
 def make_batch(c):
-  """Texts of made-up tokens, by SeqIO's feature converter of the kind."""
+  """Returns texts of synthetic tokens, converted by SeqIO's feature converter of the model's kind."""
   rng = np.random.default_rng(c['seed'])
   inputs, targets = c['lengths']
   feature_lengths = {'inputs': inputs, 'targets': targets}
@@ -152,7 +152,7 @@ def make_batch(c):
 
 
 def make_moe_model(c):
-  """Flaxformer's mixture, by its own gin files."""
+  """Returns Flaxformer's mixture, configured by its own gin files."""
   import flaxformer
   import gin
 
@@ -236,7 +236,7 @@ def named(tree):
 
 
 class TwoByFour(partitioning.PjitPartitioner):
-  """Data 4 x model 2: T5X has no such mesh on a CPU by itself."""
+  """Returns the mesh data 4 x model 2, which T5X does not create on a CPU."""
 
   @property
   def mesh(self):
@@ -244,7 +244,7 @@ class TwoByFour(partitioning.PjitPartitioner):
 
 
 def train(model, make_state, batch, rate, steps, partitioner=None):
-  """Returns the metrics of each step, the weights after the first one and the last state."""
+  """Returns the metrics of every step, the weights after the first step, and the last state."""
 
   def step(state, batch):
     return trainer.train_with_lr(state, batch, rate(state.step), jax.random.key(0), model, None)
@@ -265,7 +265,7 @@ def train(model, make_state, batch, rate, steps, partitioner=None):
 
 
 def decode(model, c, params, batch):
-  """Scores, greedy and beam search (4, alpha 0.6) of the rows as single texts."""
+  """Returns scores, greedy and beam search (4 beams, alpha 0.6) of the rows as single texts."""
   rows = {name: x for name, x in batch.items() if not name.endswith(('_segment_ids', '_positions'))}
   results = {'score_batch': np.asarray(jax.jit(model.score_batch)(params, rows)).tolist()}
   # rescale_log_probs: greedy's scores are log probabilities then.

@@ -1,10 +1,10 @@
-"""Computes tests/data/trl.npz, losses and their gradients by TRL's own trainers, which tests/tuning reads.
+"""Computes tests/data/trl.npz for tests/tuning: losses and their gradients by TRL's own trainers.
 
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
     /tmp/env-trl/bin/python scripts/run_trl.py tests/data/trl.npz
 
-`_compute_loss` of GRPOTrainer and RLOOTrainer runs as it is, in float64, on rollouts made here. Only the model is not
-theirs: its logits are given, so that the gradient is by the logits.
+`_compute_loss` of GRPOTrainer and RLOOTrainer runs unchanged, in float64, on synthetic rollouts. Only the model is
+replaced: its logits are inputs, and gradients are taken with respect to them.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ METHODS = {
 
 
 def rollouts() -> dict[str, np.ndarray]:
-  """Rows of prompts with completions of 1 to 5 tokens, the last row without any; and logits [B, T, V]."""
+  """Returns rows of prompts with completions of 1 to 5 tokens, the last row without any, and logits [B, T, V]."""
   rng = np.random.default_rng(5)
   batch = {'labels': rng.integers(0, V, (B, T)).astype(np.int32), 'weights': np.zeros((B, T), np.float32)}
   for row in range(B - 1):
@@ -68,7 +68,7 @@ class Given(torch.nn.Module):
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-  """By TRL's own head, which has the temperature."""
+  """Returns log-probabilities by TRL's own head, which applies the temperature."""
   model = Given(logits)
   add_fused_lm_head(model, temperature=temperature)
   return model(shift_labels=labels, fused_lm_head=True).log_probs

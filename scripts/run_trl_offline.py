@@ -1,11 +1,11 @@
-"""Computes tests/data/trl_offline.npz, losses on given data and their gradients by TRL's own trainers.
+"""Computes tests/data/trl_offline.npz: losses on offline data and their gradients by TRL's own trainers.
 
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
     /tmp/env-trl/bin/python scripts/run_trl_offline.py tests/data/trl_offline.npz
 
-The loss functions of KTOTrainer, ORPOTrainer, GKDTrainer, ServerDistillationTrainer and RewardTrainer, and those of
-transformers for classification and regression, run as they are, in float64, on sequences made here. Only the models are
-not theirs: logits are given, so that the gradient is by the logits.
+The loss functions of KTOTrainer, ORPOTrainer, GKDTrainer, ServerDistillationTrainer and RewardTrainer, and the ones of
+transformers for classification and regression, run unchanged, in float64, on synthetic sequences. Only the models are
+replaced: logits are inputs, and gradients are taken with respect to them.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ KTO_SETTINGS = {'kto': (0.1, 1.0, 1.0), 'kto_weighted': (0.5, 1.5, 0.7)}  # beta
 
 
 def packed_pairs() -> dict[str, np.ndarray]:
-  """Rows of pairs of segments, as PreferenceInput packs them; prompts have weight 0. [B, T] each; logits [B, T, V]."""
+  """Returns rows [B, T] of pairs of segments, as PreferenceInput packs them (prompts with weight 0), with logits."""
   rng = np.random.default_rng(3)
   batch = {name: np.zeros((B, T), np.int32) for name in ('labels', 'segment_ids')}
   batch |= {name: np.zeros((B, T), np.float32) for name in ('weights', 'reference_log_probs', 'judgement')}
@@ -53,7 +53,7 @@ def packed_pairs() -> dict[str, np.ndarray]:
 
 
 class Sequences:
-  """The segments of one side of the pairs, one a row, as TRL has them: [N, L + 1], the first token without a label."""
+  """Returns the segments of one side of the pairs as TRL's rows [N, L + 1], whose first token has no label."""
 
   def __init__(self, batch: Mapping[str, np.ndarray], logits: torch.Tensor, side: int):
     places = [(r, s) for r in range(B) for s in range(1, batch['segment_ids'][r].max() + 1) if s % 2 == side]
@@ -76,7 +76,7 @@ class Sequences:
 
   @property
   def log_probs(self) -> torch.Tensor:
-    """float64 [N, L]: of the answers' tokens, and 0 elsewhere."""
+    """Returns the values of the answers' tokens as float64 [N, L], and 0 elsewhere."""
     return selective_log_softmax(self.logits[:, :-1], self.ids[:, 1:]) * self.is_answer[:, 1:]
 
 
@@ -185,7 +185,7 @@ def texts(batch: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
 
 
 def scores(name: str, batch: Mapping[str, np.ndarray], logits: torch.Tensor) -> torch.Tensor:
-  """Losses on what is at the last token of every segment."""
+  """Returns losses on the values at the last token of every segment."""
   rows, columns = zip(*texts(batch), strict=True)
   values, targets = logits[rows, columns], torch.tensor(batch['targets'][rows, columns]).double()
   config = SimpleNamespace(num_labels=V, problem_type=None)

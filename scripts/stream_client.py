@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""A cheap client: reads streams of completions from bare sockets and records when each event arrived.
+"""Reads streams of completions from plain sockets, at low cost, and records when each event arrives.
 
-bench_serve.py runs it as a process of its own. A client library uses more of a core than the server does; on a machine
-with two cores this would slow the server down.
+bench_serve.py runs this in its own process. A client library would use more CPU than the server, and so slow it down on
+a machine with two cores.
 
-The input is one JSON object. `address`: of the server. `bodies`: requests, all sent at once. `extra`: a body that is
-sent repeatedly meanwhile, until the queue is full and as long as it stays full; or null. The output is another object.
-`times`: when each stream's events arrived, in seconds since the start. `refused`: seconds that each 429 took.
+The input is one JSON object. `address`: of the server. `bodies`: requests, all sent at once. `extra`: null, or a body
+that is sent repeatedly meanwhile, until the queue is full and while it is full. The output is another object. `times`:
+when each stream's events arrived, in seconds since the start. `refused`: the seconds until each 429.
 `cpu_seconds`: CPU time of this process.
 """
 

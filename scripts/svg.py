@@ -1,4 +1,4 @@
-"""Drawing: rectangles, texts and arrows as one SVG text, the same bytes for the same calls."""
+"""Drawing: writes rectangles, texts and arrows as SVG, with equal bytes for equal calls."""
 
 from html import escape
 
@@ -18,7 +18,7 @@ class Drawing:
     self._parts: list[str] = []
 
   def rect(self, x: float, y: float, width: float, height: float, fill: str = PALE, line: str = LINE, radius: int = 4):
-    """A filled rectangle with a thin line around it."""
+    """Draws a filled rectangle with a thin border."""
     self._parts.append(
       f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" fill="{fill}" stroke="{line}"/>'
     )
@@ -34,7 +34,7 @@ class Drawing:
     bold: bool = False,
     mono: bool = False,
   ):
-    """One line of text; (x, y) is the base line's start, middle or end."""
+    """Draws one line of text; (x, y) is the start, middle or end of its baseline."""
     weight = ' font-weight="bold"' if bold else ''
     family = f' font-family="{MONO}"' if mono else ''
     self._parts.append(
@@ -43,17 +43,17 @@ class Drawing:
     )
 
   def line(self, points: list[tuple[float, float]], color: str = LINE, width: float = 1.5, arrow: bool = False):
-    """A line through the points, with an arrow head at its end where asked for."""
+    """Draws a line through points, optionally with an arrow head at its end."""
     path = ' '.join(f'{x:g},{y:g}' for x, y in points)
     head = ' marker-end="url(#head)"' if arrow else ''
     self._parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{head}/>')
 
   def arrow(self, *points: tuple[float, float]):
-    """An arrow through the points."""
+    """Draws an arrow through points."""
     self.line(list(points), color=FAINT, arrow=True)
 
   def svg(self) -> str:
-    """The picture's text."""
+    """Returns the SVG."""
     head = (
       '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
       f'<path d="M0,0 L8,4 L0,8 z" fill="{FAINT}"/></marker></defs>'

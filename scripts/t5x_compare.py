@@ -1,31 +1,30 @@
 """Compares a case that the real T5X computed with ours: `scripts/t5x_compare CASE_DIR`.
 
 A case is a folder with config.json, batch.npz, initial_weights.npz, initial_logits.npz, initial_grads.json,
-curves.json, weights_step_1.npz, final_weights.npz, decoded.json and checkpoint_20, as ../shared/t5x/README.md says;
-what is not there is not compared. scripts/run_t5x.py makes such folders with the real T5X.
-Gradients through queries that see no key are taken as T5X has them; ours are 0.
-Each part runs on one device and on 8 (data 4 x model 2), from the weights and from the checkpoint alone. The last line
-has the worst differences, or null:
+curves.json, weights_step_1.npz, final_weights.npz, decoded.json and checkpoint_20 (../shared/t5x/README.md);
+missing files are not compared. scripts/run_t5x.py writes such folders with the real T5X. Gradients through queries that
+see no key are computed as in T5X; in spmd_tasks they are 0. Each part runs on one device and on 8 (data 4 x model 2),
+from the weights and from the checkpoint. The last line has the largest differences, or null:
 
     logits           largest difference relative to the largest logit
-    gradients        of the first loss and of the norm of each weight's gradient, relative
-    steps            one step from each of T5X's own states in the folder, the initial weights and checkpoint_N: its
-                     loss, relative, and each weight after it, relative to the largest entry, if the folder has them
+    gradients        the first loss and the norm of each weight's gradient, relative
+    steps            one step from each of T5X's states in the folder (initial weights, checkpoint_N): its loss,
+                     relative, and each weight after it, relative to its largest entry, if the folder has them
                      (weights_step_1.npz, final_weights.npz, the next checkpoint)
-    losses           of each of the steps from our own states, relative
-    final_weights    after the steps and in the checkpoint, relative to the largest entry of each weight
-    checkpoint       whether one of ours, of the state that was read, has T5X's files byte for byte
-    scores           of the batch's texts, relative
-    greedy, beam     the share of equal tokens, of rows that have one prefix, if it is one of prefixes
+    losses           the losses of all steps from our own states, relative
+    final_weights    the weights after the steps and in the checkpoint, relative to their largest entries
+    checkpoint       whether our checkpoint of the restored state has T5X's files byte for byte
+    scores           the scores of the batch's texts, relative
+    greedy, beam     the fraction of equal tokens; for a prefix model, of rows with one prefix
     undetermined     losses, final weights and scores that float32 does not determine to the tolerance: moving our
                      weights by one ulp (before each step) moves them by more than it, or the last bit of a text's
-                     logits is more, and T5X's are at most 4 times as far from ours. They are listed, [difference,
-                     spread], in place of the above; where none is determined, it is null and the output says what is
-                     compared in its place. Also elements of the first gradient that are so small beside
-                     their array's, [element, root mean square], that rounding decides their sign, which alone
-                     decides the first update: those with which all agrees are taken with the other sign
-    unknown          keys of config.json that are not read here; without gradients or losses, which would differ if
-                     such a key mattered, nothing holds
+                     logits is more, and T5X's are at most 4 times as far from ours. They are listed as [difference,
+                     spread] and left out above; if none is determined, the figure is null and the output says what is
+                     compared instead. Also lists elements of the first gradient that are so small compared with
+                     their array, [element, root mean square], that rounding decides their sign, which alone
+                     decides the first update; a choice of them with the other sign makes everything agree
+    unknown          keys of config.json that are not read here; the comparison then only holds with gradients and
+                     losses, which would differ if such a key mattered
 """
 
 import argparse
@@ -81,7 +80,7 @@ NUM_DEVICES = 8  # of every run of T5X, from which the size of the experts' grou
 
 
 class Case:
-  """The files of a case, and what T5X's settings in them are here."""
+  """The files of a case, with T5X's settings translated."""
 
   def __init__(self, directory: Path):
     self.directory = directory
@@ -98,19 +97,19 @@ class Case:
     return Layout.of(self.initial or self.final or {}, 'the weights')
 
   def batch_of(self, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns a batch of ours."""
+    """Returns the batch with our names."""
     batch = contract_batch(features)
     if self.config.get('inputs_bidirectional_attention') is False:
       batch.pop('prefix_mask', None)
     return batch
 
   def sparse_every(self, side: str, num_layers: int) -> int:
-    """Returns n, where every n-th layer of a stack has experts."""
+    """Returns n if every n-th layer of a stack has experts."""
     names = self.initial or self.final or ()
     return num_layers // sum(re.fullmatch(rf'{side}/layers_\d+/mlp/router/.*', name) is not None for name in names)
 
   def unknown_keys(self) -> list[str]:
-    """Returns the keys of config.json that say something which is not read here."""
+    """Returns the keys of config.json that are not read here."""
     return sorted(name for name, value in self.config.items() if value and name not in KNOWN_KEYS)
 
   def npz(self, name: str) -> dict[str, np.ndarray] | None:
@@ -190,7 +189,7 @@ class Case:
 
 
 class Comparison:
-  """One mesh's numbers against T5X's."""
+  """Compares the numbers of one mesh with T5X's."""
 
   def __init__(self, case: Case, num_devices: int, report: dict[str, Any]):
     self.case, self.report = case, report
@@ -204,7 +203,7 @@ class Comparison:
     self.first_gradients: dict[str, np.ndarray] = {}  # canonical
 
   def note(self, name: str, difference: float) -> None:
-    """Keeps the worst of a number."""
+    """Reports the larger of a difference and its earlier value."""
     worse = min if name in (*SHARES, 'checkpoint') else max
     old = self.report.get(name)
     self.report[name] = float(difference if old is None else worse(old, difference))
@@ -219,7 +218,7 @@ class Comparison:
     return self.model.from_canonical(canonical.replace(weights=tree))
 
   def theirs(self, tree: Any, names: Any) -> dict[str, np.ndarray]:
-    """Returns a canonical tree like the weights by T5X's names."""
+    """Returns a tree like the weights with T5X's names."""
     table = self.case.layout.weights(self.shapes).inverse()
     flat = {name: np.asarray(array) for name, array in traverse_util.flatten_dict(tree, sep='/').items()}
     return _convert(table, flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
@@ -233,7 +232,7 @@ class Comparison:
     return {n: float(np.abs(ours[n] - x).max() / np.abs(x).max()) for n, x in final.items()}
 
   def note_determined(self, name: str, differences: dict[str, float], undetermined: Collection[str]) -> None:
-    """Keeps the worst of what float32 determines, if it determines any."""
+    """Reports the largest of the differences that float32 determines, if any."""
     if determined := [d for n, d in differences.items() if n not in undetermined]:
       self.note(name, float(np.max(determined)))
     elif differences:
@@ -261,7 +260,7 @@ class Comparison:
           self.note('steps', float(np.abs(np.where(is_signed, ours[name] - x, 0)).max() / np.abs(x).max()))
 
   def weights_after(self, number: int) -> dict[str, np.ndarray] | None:
-    """Returns T5X's weights after a number of steps by our names, if the folder has them."""
+    """Returns T5X's weights after a number of steps with our names, if the folder has them."""
     weights = self.case.npz(f'weights_step_{number}')
     if weights is None and number == len(self.case.json('curves')['1 device']['curve']):
       weights = self.case.final
@@ -348,7 +347,7 @@ class Comparison:
     return [(name, index) for _, name, index in sorted(elements)[:3]]
 
   def train_turned(self, want: np.ndarray) -> tuple[Any, np.ndarray] | None:
-    """Trains with first updates of `unsigned_elements` turned, until a choice agrees in all; None if none does."""
+    """Trains with the first updates of some `unsigned_elements` negated, until everything agrees; else returns None."""
     elements = self.unsigned_elements()
     for number in range(1, len(elements) + 1):
       for turned in itertools.combinations(elements, number):
@@ -387,7 +386,7 @@ class Comparison:
     self.compare_weights(state, undetermined)
 
   def undetermined(self, differences: dict[str, float], spread: dict[str, float]) -> list[str]:
-    """Returns and notes what differs by more than the tolerance, but no more than rounding explains."""
+    """Returns and reports differences above the tolerance that rounding explains."""
     names = [n for n, d in differences.items() if TOLERANCE < d <= 4 * spread[n] and spread[n] > TOLERANCE]
     for name in names:
       undetermined = self.report.setdefault('undetermined', {}).setdefault(f'{self.model.mesh.size} devices', {})
@@ -397,7 +396,7 @@ class Comparison:
     return names
 
   def compare_checkpoint(self) -> Any:
-    """Compares the state that `checkpoint_20` gives, and that state as we write it; returns it."""
+    """Compares the state in `checkpoint_20`, and our checkpoint of it; returns the state."""
     _, path = max(self.case.checkpoints().items())
     state = self.read(path)
     self.compare_weights(state)
