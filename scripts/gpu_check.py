@@ -311,10 +311,10 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
   import jax.numpy as jnp
   import numpy as np
 
-  from spmd_tasks.layers.attention import _paged_gpu
+  from spmd_tasks.decoding import paged_attention_gpu
+  from spmd_tasks.decoding.cache_arrays import CachedArray
+  from spmd_tasks.decoding.cached_attention import EarlierTokens
   from spmd_tasks.layers.attention._plain import AttentionOptions
-  from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache
-  from spmd_tasks.layers.base import layer_scope
 
   rng, b, options = np.random.default_rng(0), 16, AttentionOptions(softmax_scale=K**-0.5)
   starts = jnp.asarray(rng.integers(1, S + 1, B), jnp.int32)
@@ -328,7 +328,8 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
   @jax.jit
   def by_kernel(query: Any, tables: Any, *stored: Any) -> Any:
     keys, values = (cached(tables, stored) * 2)[:2]
-    return _paged_gpu.attend_to_pages(query, keys, values, starts, options, T, interpret=size.platform != 'gpu')
+    interpret = size.platform != 'gpu'
+    return paged_attention_gpu.attend_to_pages(query, keys, values, starts, options, T, interpret=interpret)
 
   @jax.jit
   def plain(query: Any, tables: Any, *stored: Any) -> Any:
@@ -339,12 +340,12 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
 
   @jax.jit
   def by_loop(query: Any, tables: Any, *stored: Any) -> Any:
-    keys_and_values = (cached(tables, stored) * 2)[:2]
+    keys, values = (cached(tables, stored) * 2)[:2]
     queries = jnp.moveaxis(query.reshape(B, G, H // G, T, K), 3, 1).reshape(B, T, H, K)
     new = queries[:, :, :G]
     positions = starts[:, None] + jnp.arange(T)[None]
-    with layer_scope(cache_attention='xla'):
-      return attend_to_cache(queries, new, new, tuple(keys_and_values), None, positions, options)
+    earlier = EarlierTokens(keys=keys, values=values, attention='xla')
+    return earlier.attend(queries, new, new, None, positions, options)
 
   arguments = query, tables, *stored
   with jax.default_matmul_precision('highest'):

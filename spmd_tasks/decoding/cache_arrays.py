@@ -1,6 +1,6 @@
-"""The arrays of a KV cache: writes new tokens to them, and takes slots out of them.
+"""The arrays of a KV cache: reads blocks of them, writes new tokens to them, and takes slots out of them.
 
-A cache is a tree of arrays whose names the layers choose (layers/attention/kv_cache.py). Most are pools of blocks of b
+A cache is a tree of arrays (kv_cache.py). Most are pools of blocks of b
 positions, [..., N, G, b, K]: a table lists the blocks of each row, and position p is entry p mod b of block p / b. An
 encoder's text, and the ring of a layer whose attention window S is shorter than the texts, have one place per slot,
 [..., N, G, S, K]; position p of a ring is entry p mod S. Without tables, all arrays have one place per slot.
@@ -9,12 +9,23 @@ Shapes: N slots or blocks, P rows, T tokens of each, S positions of a slot, b of
 D parts into which a mesh splits slots and blocks; `...` counts layers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
+# How keys and values may be stored, with a float32 scale for each token and head -> the largest number of the dtype.
+CACHE_DTYPES = {'int8': 127.0, 'float8_e4m3fn': 448.0}
+EXPERT_IDS = 'cached_expert_ids'  # which experts computed each token, if that is recorded
+# Parts of the names of arrays, behind `cached_`:
+ENCODED = 'encoded_'  # of an encoder's text: a request's first call writes it, all later calls read it
+RING = 'ring_'  # of a layer whose window is shorter than the texts
+SCALE = '_scale'  # at the end, of the scales of a quantized array
+
+
+def is_by_slot(name: str) -> bool:
+  """Returns whether the array of this name has one place per slot, of a fixed size, and no blocks."""
+  return name.startswith((f'cached_{ENCODED}', f'cached_{RING}'))
 
 
 def is_encoded(path: Any) -> bool:
@@ -29,6 +40,82 @@ def has_blocks(path: Any) -> bool:
 
 def _name(path: Any) -> str:
   return str(getattr(path[-1], 'key', '')) if path else ''
+
+
+def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+  """Returns (x in one of CACHE_DTYPES [..., K], its scales float32 [..., 1])."""
+  largest = CACHE_DTYPES[dtype]
+  scale = jnp.maximum(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True), 1e-30) / largest
+  scaled = x.astype(jnp.float32) / scale
+  return (jnp.round(scaled) if dtype == 'int8' else jnp.clip(scaled, -largest, largest)).astype(dtype), scale
+
+
+class CachedArray(NamedTuple):
+  """An array of earlier calls, of which a caller takes what it needs: a layer's whole array would be a copy.
+
+  Attributes:
+    array: [..., N, G, S, K]; the dims in front count layers. With `tables` [..., N, G, b, K], N blocks of b entries.
+    layer: the layer's number in each of the dims in front.
+    tables: int32 [D, R, M]. The rows and the blocks are in D equal parts, which a mesh may split; row r of part d has
+      the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
+    num_rows: B; the last of the D R rows may be padding.
+    scale: of an array in one of CACHE_DTYPES, its scales.
+  """
+
+  array: jax.Array
+  layer: tuple[jax.Array, ...]
+  tables: jax.Array | None
+  num_rows: int
+  scale: 'CachedArray | None' = None
+
+  @property
+  def num_entries(self) -> int:
+    """S, of a row."""
+    return self.array.shape[-2] * (1 if self.tables is None else self.tables.shape[2])
+
+  def size_to_read(self, limit: int) -> int:
+    """How many entries to read at a time: `limit` or less, but whole blocks."""
+    block = self.array.shape[-2]
+    size = limit if self.num_entries == block else max(limit // block, 1) * block
+    return min(size, self.num_entries)
+
+  def entries(self, start: jax.Array | int, size: int) -> jax.Array:
+    """Returns [B, G, size, K], in float32 where there are scales: see `stored_entries`."""
+    stored = self.stored_entries(start, size)
+    return stored if self.scale is None else stored.astype(jnp.float32) * self.scale.stored_entries(start, size)
+
+  def as_read(self, x: jax.Array) -> jax.Array:
+    """Returns an array [..., K] as it would be read if the cache had it."""
+    if self.scale is None:
+      return x
+    kept, scale = quantize(x, self.array.dtype.name)
+    return (kept.astype(jnp.float32) * scale).astype(x.dtype)
+
+  def stored_entries(self, start: jax.Array | int, size: int) -> jax.Array:
+    """Returns [B, G, size, K], the entries from `start` on; start + size is at most S, and where a row has several
+    blocks, both are multiples of b.
+    """
+    num_layer_dims, (num_blocks, num_groups, block, num_features) = len(self.layer), self.array.shape[-4:]
+    ones, zero = (1,) * num_layer_dims, jnp.zeros((), jnp.int32)
+    if self.tables is None:
+      sizes = (*ones, num_blocks, num_groups, size, num_features)
+      taken = jax.lax.dynamic_slice(self.array, (*self.layer, zero, zero, zero + start, zero), sizes)
+      return taken.reshape(sizes[num_layer_dims:])
+    num_parts, part = self.tables.shape[0], num_blocks // self.tables.shape[0]
+    columns = (zero + start) // block + jnp.arange(-(-size // block))
+    blocks = jnp.take(self.tables, columns, axis=2, mode='clip')
+    indices = [jnp.broadcast_to(x, blocks.shape) for x in (*self.layer, blocks, (zero + start) % block)]
+    numbers = jax.lax.GatherDimensionNumbers(
+      offset_dims=(2, 4, 5),  # [D, R, G, blocks, b, K]: no transpose before the products
+      collapsed_slice_dims=(*range(num_layer_dims), num_layer_dims + 1),
+      start_index_map=(*range(num_layer_dims), num_layer_dims + 1, num_layer_dims + 3),
+      operand_batching_dims=(num_layer_dims,),
+      start_indices_batching_dims=(0,),
+    )
+    array = self.array.reshape(*self.array.shape[:num_layer_dims], num_parts, part, *self.array.shape[-3:])
+    sizes = (*ones, 1, 1, num_groups, min(size, block), num_features)
+    taken = jax.lax.gather(array, jnp.stack(indices, axis=-1), numbers, sizes, mode='clip')
+    return taken.reshape(-1, num_groups, size, num_features)[: self.num_rows]
 
 
 def write_tokens(

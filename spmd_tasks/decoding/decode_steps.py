@@ -7,9 +7,9 @@
 Programs call `forward` (decode_programs.py), within the context `scope`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
-import functools
+import dataclasses
 from typing import Any
 
 from flax import traverse_util
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from spmd_tasks.decoding import nextn_drafts
 from spmd_tasks.decoding.cache_arrays import has_blocks
+from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.decoding.weight_storage import (
   LAYER_KERNELS,
   WeightStorage,
@@ -29,10 +30,10 @@ from spmd_tasks.decoding.weight_storage import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import adapter_choices, map_adapters
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import current_platform, sharding_scope
+from spmd_tasks.sharding.specs import ShardingScope, current_platform, sharding_scope
 from spmd_tasks.sharding.weights import is_quantized, unbox_weights, weight_specs
 
 
@@ -54,7 +55,13 @@ class DecodeModel:
   """
 
   def __init__(
-    self, model: PartitionedModel, settings: DecodeSettings, *, temperature: float = 1.0, uses_heads: bool = True
+    self,
+    model: PartitionedModel,
+    settings: DecodeSettings,
+    *,
+    temperature: float = 1.0,
+    uses_heads: bool = True,
+    records_routing: bool = False,
   ):
     """Traces the model, and compiles nothing.
 
@@ -63,6 +70,7 @@ class DecodeModel:
       settings: the sizes.
       temperature: the model's logits are divided by it.
       uses_heads: whether the model's own heads guess the drafts, if it has any.
+      records_routing: whether the cache also stores which experts computed each token.
 
     Raises:
       UserError: the model cannot generate text.
@@ -82,11 +90,17 @@ class DecodeModel:
     spec = model.input_layout.spec
     check_reads_tokens(spec, settings)
     self.max_len = settings.max_len or spec['ids'].shape[1]
+    self._kv_cache = KvCache(
+      max_len=self.max_len,
+      dtype=settings.cache_dtype,
+      attention=settings.cache_attention,
+      records_routing=records_routing,
+    )
     self.encoder_len = None
     if 'encoder_ids' in spec:
       self.encoder_len = settings.encoder_len or spec['encoder_ids'].shape[1]
     self.has_prefix = 'prefix_mask' in spec
-    with self._sharding_scope():
+    with self.scope():
       self.platform = current_platform()
     num_heads = getattr(model.task.model, 'num_nextn_predict_layers', 0) if uses_heads else 0
     num_guessed = settings.num_drafts if num_heads and settings.num_beams == 1 else 0
@@ -116,8 +130,33 @@ class DecodeModel:
       batch = {'prefix_mask': batch['segment_ids'], **batch}
     is_known = {'adapters': bool(self.adapter_names), 'prefix_mask': self.has_prefix}
     batch = {name: each for name, each in batch.items() if is_known.get(name, True)}
-    logits, new = _read_tokens(self._task, variables, cache, batch)
+    logits, new = self._read_tokens(variables, cache, batch)
     return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
+
+  def _read_tokens(self, variables: Variables, cache: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+    """Reads a batch's tokens after those in the KV cache, as `Forward` of step_functions.py says; returns boxes.
+
+    Raises a UserError: the model cannot generate text.
+    """
+    if cache is not None:
+      variables = variables | {'cache': cache}
+    model, numbers = self._task.model, batch.get('adapters')
+    if numbers is not None:
+      model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
+    positional, named = self._task.arguments(batch, train=False)
+    rows = {name: batch.get(name) for name in ('slots', 'tables', 'drafts')}
+    with (
+      layer_scope(cache=dataclasses.replace(self._kv_cache, **rows)),
+      self._task.layer_context(),
+      multiplying_by_layer(variables) as variables,
+    ):
+      outputs, updated = model.apply(variables, *positional, **named, mutable='new_cache')
+    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
+      raise UserError(
+        f'{type(model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
+        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
+      )
+    return outputs['logits'], updated['new_cache']
 
   def abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any]:
     """Returns the shapes of a KV cache for rows of max_len tokens, and its PartitionSpecs.
@@ -133,7 +172,7 @@ class DecodeModel:
 
     _, boxed = self._prefill_shapes(num_rows)
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
-    with self._sharding_scope() as scope:
+    with self.scope() as scope:
       specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
     return cache, specs
 
@@ -147,11 +186,10 @@ class DecodeModel:
       batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
 
     def prefill(variables, batch):
-      forward, returned = functools.partial(_read_tokens, self._task), {'returns_hidden': True} if self.heads else {}
-      logits, new = forward(variables, None, batch | returned)
+      logits, new = self._read_tokens(variables, None, batch | ({'returns_hidden': True} if self.heads else {}))
       if self.heads:
         given = {'following': batch['ids'], 'lengths': (first := batch['ids'][:, 0]), 'draw': lambda logits: first}
-        _, new = nextn_drafts.guess(forward, variables, None, batch, new, self.heads, **given)
+        _, new = nextn_drafts.guess(self._read_tokens, variables, None, batch, new, self.heads, **given)
       return logits, new
 
     if num_rows not in self._prefills:
@@ -167,42 +205,9 @@ class DecodeModel:
 
     return jax.tree.map(empty, *self.abstract_cache(num_rows))
 
-  @contextlib.contextmanager
-  def scope(self) -> Iterator[None]:
-    """Context in which the model is traced."""
-    with self._sharding_scope(), self._layer_scope():
-      yield
-
-  @contextlib.contextmanager
-  def _layer_scope(self):
-    facts = {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
-    with layer_scope(longest_text=self.max_len, **facts), self._task.layer_context():
-      yield
-
-  def _sharding_scope(self):
+  def scope(self) -> contextlib.AbstractContextManager[ShardingScope]:
+    """Returns the context in which the model is traced."""
     return sharding_scope(self.mesh, self._axis_rules, self._model.inputs_split_mapping)
-
-
-def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
-  """Reads a batch's tokens after those in the KV cache, as `Forward` of step_functions.py says; returns boxes.
-
-  Raises a UserError: the model cannot generate text.
-  """
-  if cache is not None:
-    variables = variables | {'cache': cache}
-  model, numbers = task.model, batch.get('adapters')
-  if numbers is not None:
-    model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
-  given, named = task.arguments(batch, train=False)
-  facts = {f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts')}
-  with layer_scope(**facts), multiplying_by_layer(variables) as variables:
-    outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
-  if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
-    raise UserError(
-      f'{type(task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-      "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
-    )
-  return outputs['logits'], updated['new_cache']
 
 
 def check_reads_tokens(spec: Mapping[str, Any], settings: DecodeSettings | None) -> None:

@@ -23,14 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
+from spmd_tasks.decoding.cache_arrays import EXPERT_IDS, take_slots, write_tokens
 from spmd_tasks.decoding.decode_programs import DecodePrograms
 from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
 from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, emit, step, text_entries
 from spmd_tasks.runtime.task import Variables
 
-_EXPERT_IDS = 'cached_expert_ids'
 _MIN_ROWS = 32  # from which on there are loops for fewer
 _MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
 
@@ -192,7 +191,7 @@ def sample_groups(
 
 def _expert_ids(cache: Any) -> jax.Array | None:
   """The choices [R, S, n] of a cache with leaves [..., R, 1, S, k]."""
-  leaves = sorted((path, leaf) for path, leaf in traverse_util.flatten_dict(cache).items() if path[-1] == _EXPERT_IDS)
+  leaves = sorted((path, leaf) for path, leaf in traverse_util.flatten_dict(cache).items() if path[-1] == EXPERT_IDS)
   if not leaves:
     return None
   by_row = [jnp.moveaxis(leaf[..., 0, :, :], (-3, -2), (0, 1)) for _, leaf in leaves]

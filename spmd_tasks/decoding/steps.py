@@ -43,6 +43,7 @@ class DecodeSteps:
     *,
     temperature: float = 1.0,
     draft: DraftModel | None = None,
+    records_routing: bool = False,
   ):
     """Plans the state; compiles nothing yet.
 
@@ -53,13 +54,16 @@ class DecodeSteps:
         which they are before, comes on top.
       draft: guesses the drafts, if the settings have any; None: the model's own heads do (nextn_drafts.py), or n-grams
         if it has none (drafts.py).
+      records_routing: whether group sampling also returns which experts computed each token.
 
     Raises:
       UserError: the model cannot generate text.
     """
     if settings is None:
       settings = model.task.as_task('text generation').decode
-    self.model = DecodeModel(model, settings, temperature=temperature, uses_heads=draft is None)
+    self.model = DecodeModel(
+      model, settings, temperature=temperature, uses_heads=draft is None, records_routing=records_routing
+    )
     draft_model = None if draft is None else decode_model_of(draft, self.model)
     self.layout = DecodeLayout(self.model, draft_model=draft_model)
     self.programs = DecodePrograms(self.model, self.layout)

@@ -217,7 +217,7 @@ def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
   """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer."""
 
   def note(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
-    if type(layer) is Linear and layer.product is None and len(current_layer_scope().layers) == 1:
+    if type(layer) is Linear and layer.product is None and len(current_layer_scope().cache.layers) == 1:
       kernel = layer.variables.get('params', {}).get('kernel')
       if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
         found.add((*layer.path, 'kernel'))
@@ -252,7 +252,7 @@ def multiplying_by_layer(variables: Variables) -> Iterator[Variables]:
       DeclaredKernel, module=layer, num_input_dims=layer.num_input_dims, split_dims=None, dtype=layer.dtype
     )
     branches = [lambda x, kernel=kernel: product(x, declared(value=kernel)) for kernel in of_layers]
-    return jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(layer.dtype))
+    return jax.lax.switch(current_layer_scope().cache.layers[0], branches, x.astype(layer.dtype))
 
   with intercept_products(switch):
     yield {name: collection for name, collection in variables.items() if name != LAYER_KERNELS}

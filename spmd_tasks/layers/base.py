@@ -256,33 +256,17 @@ class LayerScope:
 
   Attributes:
     part: for layers whose results depend on a row's place in the batch, or whose statistics are over parts of it.
-    longest_text: rows are parts of texts of up to this many tokens, as those of generation are; None: they are whole.
     scatters_gradients: whether gradients of weights are reduce-scattered by collectives that are written out
       (scattered_gradients.py), or summed as XLA chooses.
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
-    encodes: the layers are an encoder's, which keep nothing for later calls when text is generated.
-    layers: in generation, the layer's number in each loop over layers that it is in, from the outermost.
-    cache_slots: in generation, int32 [B], the slot of each row in the KV cache; None where row i is in slot i.
-    cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
-    cache_drafts: where rows are tokens of one text that follow each other, which (decoding.drafts.DraftRows); T is 1.
-    cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
-    cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
-    records_routing: in generation, whether the cache also keeps which experts computed each token.
+    cache: the KvCache (cache.py) of a call that generates text; None: nothing of the call is stored.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
   """
 
   part: BatchPart = BatchPart()
-  longest_text: int | None = None
   scatters_gradients: bool = False
   plain_products: bool = False
-  encodes: bool = False
-  layers: tuple[jax.Array, ...] = ()
-  cache_slots: jax.Array | None = None
-  cache_tables: jax.Array | None = None
-  cache_drafts: Any = None
-  cache_dtype: str | None = None
-  cache_attention: str | None = None
-  records_routing: bool = False
+  cache: Any = None
   balanced_tokens: bool = False
 
 
@@ -305,18 +289,10 @@ def current_layer_scope() -> LayerScope:
   return _layer_scope.get()
 
 
-CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
+CACHE = 'cache'  # the collection of what the KV cache has of earlier calls
 LINEAR_TAG = 'linear'  # of kernels of Linears
 REPLAYED = 'replayed'  # the collection of earlier choices of experts, which routers take in place of new ones
-NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
-
-
-def is_decoding(module: nn.Module) -> bool:
-  """Returns whether the caller generates text with this layer, that is, whether `new_cache` is mutable.
-
-  An encoder reads its whole text at once, so its layers keep nothing.
-  """
-  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing() and not current_layer_scope().encodes
+NEW_CACHE = 'new_cache'  # the collection of what this call adds to the KV cache
 
 
 # Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.

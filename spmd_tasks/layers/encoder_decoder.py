@@ -20,7 +20,7 @@ class EncoderDecoderLm(LanguageModel, kw_only=True):
 
   Beside the decoder's entries the batch has `encoder_ids` int32 [B, S], and optionally `encoder_segment_ids` and
   `encoder_segment_pos` (both int32 [B, S]). A token of the decoder attends to the encoder's tokens of its own document.
-  Without `encoder_ids`, as in the steps of generation, cross-attention reads its keys and values from `cache`.
+  Without `encoder_ids`, as in the steps of generation, cross-attention reads its keys and values from the KV cache.
 
   Fields:
     encoder_stack: stack of blocks whose attention is not causal.
@@ -43,7 +43,7 @@ class EncoderDecoderLm(LanguageModel, kw_only=True):
       given['position_bias'] = self.encoder_position_bias()
     if self.masks_zeros:
       given['token_mask'] = batch['encoder_ids'] > 0
-    with layer_scope(encodes=True):
+    with layer_scope(cache=None):  # an encoder reads its whole text at once
       x, aux = run_layer('stack', self.encoder_stack, x, **given, train=train)
     # T5X shares no mask here, whatever it shares elsewhere.
     encoded = self._dropout(self.encoder_norm(x), train, broadcast_dims=())

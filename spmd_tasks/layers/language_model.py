@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import attention_layout
-from spmd_tasks.layers.base import WithSublayers, dropout, is_decoding, layer_scope, run_layer
+from spmd_tasks.layers.base import WithSublayers, current_layer_scope, dropout, layer_scope, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
 
 
@@ -87,7 +87,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   @nn.nowrap
   def _run_stack(self, x: jax.Array, text: Mapping[str, Any], train: bool) -> tuple[jax.Array, Any]:
     layout = attention_layout(('batch', 'seq', None, None), len(x))
-    if not self.balances_tokens or layout.num_tokens == 1 or is_decoding(self):
+    if not self.balances_tokens or layout.num_tokens == 1 or current_layer_scope().cache is not None:
       return run_layer('stack', self.stack, x, **text, train=train)
     if x.shape[1] % (2 * layout.num_tokens) or text.keys() & {'position_bias', 'encoded'}:
       raise UserError(

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, is_decoding, run_layer
+from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, current_layer_scope, run_layer
 from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.language_model import LanguageModel, join_aux
 from spmd_tasks.layers.linear import Linear
@@ -101,7 +101,7 @@ class NextnLanguageModel(LanguageModel, kw_only=True):
   ) -> dict[str, Any]:
     if 'returns_hidden' in batch:
       self.put_variable(NEW_CACHE, HIDDEN, self.final_norm(x))
-    if is_decoding(self) or not ('labels' in batch or self.is_initializing()):
+    if current_layer_scope().cache is not None or not ('labels' in batch or self.is_initializing()):
       return super()._predict_of(x, aux, batch, text, train)
     heads: list[Any] = []
     hidden, labels = self._dropout(self.final_norm(x), train), batch.get('labels')

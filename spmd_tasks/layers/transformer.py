@@ -28,7 +28,6 @@ from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import (
   CACHE,
-  NEW_CACHE,
   Statistics,
   WithSublayers,
   current_layer_scope,
@@ -238,10 +237,11 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   Layers get the KV caches of all layers, with their own number: a loop over caches would copy each layer's.
   """
+  cache = current_layer_scope().cache
 
   def layer(block, x, given, number):
     x = name_layer_input(x, remat_policy_name)
-    with layer_scope() if number is None else layer_scope(layers=(*current_layer_scope().layers, number)):
+    with layer_scope(cache=None if cache is None else cache.in_layer(number)):
       y, aux = run_layer('block', block, x, **given, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
@@ -253,7 +253,6 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
 
   def run(block, x, given):
-    generates = block.is_mutable_collection(NEW_CACHE) and not block.is_initializing()
     layers = nn.scan(
       layer,
       variable_axes={DenyList(CACHE): 0},  # of every other collection
@@ -261,12 +260,12 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, 0),
       length=num_layers,
-      unroll=num_layers if not scan or (generates and current_platform() == 'gpu') else 1,
+      unroll=num_layers if not scan or (cache is not None and current_platform() == 'gpu') else 1,
       metadata_params={STACK_DIM: 'layers'},
       # A check that traces a layer twice. The second trace counts random numbers on, and so do the weights of a seed.
       check_constancy_invariants=block.is_initializing(),
     )
     numbers = np.arange(num_layers)  # by numpy: constants where layers are unrolled, which no kernel has to slice
-    return layers(block, x, given, numbers if block.is_mutable_collection(NEW_CACHE) else None)
+    return layers(block, x, given, None if cache is None else numbers)
 
   return run

@@ -72,7 +72,12 @@ class RolloutSampler:
     own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
     own |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
     own['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
-    self.steps = DecodeSteps(model, dataclasses.replace(given, **own), temperature=settings.temperature)
+    self.steps = DecodeSteps(
+      model,
+      dataclasses.replace(given, **own),
+      temperature=settings.temperature,
+      records_routing=settings.num_choices > 0,
+    )
     self.stop = tuple(getattr(environment, 'stop', ()))
     self._settings = settings
     self._tokenizer = PromptTokenizer(steps=self.steps, tokenizer=settings.tokenizer, seed=seed, len_setting='seq_len')

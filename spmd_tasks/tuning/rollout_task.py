@@ -6,8 +6,7 @@ The chosen experts are flat: int32 [..., n], the choices of all layers in order.
 Shapes: B batch, T sequence, D model.
 """
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers import LanguageModel, declare_weight
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.base import REPLAYED, layer_scope
+from spmd_tasks.layers.base import REPLAYED
 from spmd_tasks.runtime import Task
 
 
@@ -28,15 +27,10 @@ class RolloutTask(Task):
   """A Task whose routers can replay the experts that were chosen in sampling.
 
   Fields (beside Task's):
-    records_routing: whether sampling records the choices of experts; batches that have `expert_ids` replay them.
+    records_routing: whether routers replay the `expert_ids` of batches that have them.
   """
 
   records_routing: bool = False
-
-  @contextlib.contextmanager
-  def layer_context(self) -> Iterator[None]:
-    with layer_scope(records_routing=self.records_routing), super().layer_context():
-      yield
 
   def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     if not self.records_routing or 'expert_ids' not in batch:

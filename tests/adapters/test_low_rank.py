@@ -11,8 +11,10 @@ import pytest
 from spmd_tasks.adapters import LowRankAdapter
 from spmd_tasks.adapters.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
 from spmd_tasks.adapters.low_rank import merge_low_rank
+from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers import GatedFeedForward, Linear, TokenEmbedding
 from spmd_tasks.layers.attention import Attention, LatentAttention
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.moe import Experts
 from spmd_tasks.sharding.weights import unbox_weights
 
@@ -177,7 +179,7 @@ def test_the_up_projection_of_latent_attention_is_adapted_as_its_merged_kernel_a
   with jax.default_matmul_precision('highest'):
     expected = np.asarray(jax.jit(plain.apply)({'params': merged}, *inputs))
   first, rest = (tuple(each[:, part] for each in inputs) for part in (slice(3), slice(3, None)))
-  with jax.default_matmul_precision('highest'):
+  with jax.default_matmul_precision('highest'), layer_scope(cache=KvCache()):
     generate = jax.jit(functools.partial(adapted.apply, mutable='new_cache'))
     begun, new = generate({'params': weights}, *first)
     continued, _ = generate({'params': weights, 'cache': unbox_weights(new['new_cache'])}, *rest)

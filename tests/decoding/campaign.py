@@ -43,7 +43,7 @@ import numpy as np
 
 from spmd_tasks.adapters import adapted_weights
 from spmd_tasks.adapters.choices import AdapterChoices
-from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, cached_attention
 from spmd_tasks.decoding.constraints import BadWords, Grammars, TokenLimits, Vocabulary
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
@@ -53,7 +53,6 @@ from spmd_tasks.experiments import t5
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.layers.adapter import map_adapters
-from spmd_tasks.layers.attention import kv_cache
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.compilation import CompilationCounter
 from tests.decoding import runs
@@ -346,7 +345,7 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   make = functools.partial(DecodeSteps, run.model) if has_all else run.few_programs
   steps = make(settings, draft=runs.draft_of(run, 0.5) if has_model else None)
   engine = ModelEngine(steps, run.variables, score_prompts=scores, constrain=True)
-  with mock.patch.dict(kv_cache._BLOCK, cpu=5):  # entries of the cache that a step reads at a time
+  with mock.patch.dict(cached_attention._BLOCK, cpu=5):  # entries of the cache that a step reads at a time
     engine.warm_up()
   grammars = Grammars(TOKENIZER, vocab_size=steps.vocab_size, end_ids=(EOS,))
   vocabulary = Vocabulary(TOKENIZER.bytes_of_tokens(range(steps.vocab_size)))

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding import DecodeSteps, cached_attention, generate
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
-from spmd_tasks.layers.attention import kv_cache
 from spmd_tasks.layers.moe import Dropless
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
@@ -168,5 +167,5 @@ def draft_of(run: Run, noise: float) -> DraftModel:
 @pytest.fixture(autouse=True, scope='module')
 def short_blocks():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(kv_cache._BLOCK, 'cpu', 5)  # entries of the cache that a step reads at a time
+    patch.setitem(cached_attention._BLOCK, 'cpu', 5)  # entries of the cache that a step reads at a time
     yield

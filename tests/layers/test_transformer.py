@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_model import assert_close, packed_batch, random_weights, tiny_model
 
+from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers import (
   BlockGroup,
   RmsNorm,
@@ -18,7 +19,7 @@ from spmd_tasks.layers import (
   TransformerStack,
   remat_policy,
 )
-from spmd_tasks.layers.base import NEW_CACHE
+from spmd_tasks.layers.base import NEW_CACHE, layer_scope
 from spmd_tasks.layers.transformer import REMAT_POLICIES, ROUTING_NAME
 from spmd_tasks.sharding.weights import unbox_weights
 
@@ -75,11 +76,12 @@ def test_what_generates_on_a_gpu_has_its_layers_one_after_another(monkeypatch):
   model = tiny_model(num_layers=3)
   weights = jax.eval_shape(model.init, jax.random.key(0), packed_batch())['params']
 
-  def at_a_time(mutable):
-    step = jax.make_jaxpr(lambda weights: model.apply({'params': weights}, packed_batch(), mutable=mutable))(weights)
+  def at_a_time(cache):
+    with layer_scope(cache=cache):
+      step = jax.make_jaxpr(lambda w: model.apply({'params': w}, packed_batch(), mutable=[NEW_CACHE]))(weights)
     return set(re.findall(r'unroll=(\d+)', str(step)))
 
-  assert (at_a_time([NEW_CACHE]), at_a_time([])) == ({'3'}, {'1'})
+  assert (at_a_time(KvCache()), at_a_time(None)) == ({'3'}, {'1'})
 
 
 def test_every_layer_starts_from_its_own_values():

@@ -14,7 +14,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
-from spmd_tasks.layers.base import WithSublayers, declare_weight, dropout, is_decoding
+from spmd_tasks.layers.base import WithSublayers, current_layer_scope, declare_weight, dropout
+from spmd_tasks.layers.cache import KvCache
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
@@ -31,7 +32,8 @@ class Attention(WithSublayers, kw_only=True):
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
   also `query_norm` and `key_norm` (each under `.../scale`), with `sinks`
   also `sinks` [H], with `position_bias` also `position_bias/table`. Query head h reads key/value head
-  h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached (kv_cache.py).
+  h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached
+  (layers/cache.py).
 
   Fields:
     num_heads: H.
@@ -163,7 +165,7 @@ class Attention(WithSublayers, kw_only=True):
       position_bias: relative position biases, where the layer has none of its own.
       prefix_mask: int32 or bool [B, T], which tokens belong to the prefix of their document and see one another in both
         directions; None: none.
-      encoded: float [B, S, D], the encoder's result, for `cross`; None where `cache` has its keys and values.
+      encoded: float [B, S, D], the encoder's result, for `cross`; None if the KV cache has its keys and values.
       encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
       train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
 
@@ -178,13 +180,11 @@ class Attention(WithSublayers, kw_only=True):
     query = project(self, 'query', x, heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale)
     if self.qk_norm:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
-    cache: Any = None
-    if is_decoding(self):
-      from spmd_tasks.layers.attention import kv_cache as cache
+    cache: KvCache | None = current_layer_scope().cache
     stored = cache.read_encoded(self, len(x)) if cache is not None and self.cross else None
     if stored is not None:
-      key, value, segments = (jnp.swapaxes(each.entries(0, each.num_entries), 1, 2) for each in stored)
-      key, value, encoder_segment_ids = key.astype(query.dtype), value.astype(query.dtype), segments[:, :, 0, 0]
+      key, value, encoder_segment_ids = stored
+      key, value = key.astype(query.dtype), value.astype(query.dtype)
     else:
       source = encoded if self.cross else x
       if source is None:
@@ -200,7 +200,7 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    cached = None
+    earlier = None
     if self.cross:
       if encoder_segment_ids is None or segment_ids is None:
         segment_ids, encoder_segment_ids = None, jnp.ones(key.shape[:2], jnp.int32)
@@ -213,8 +213,7 @@ class Attention(WithSublayers, kw_only=True):
           'attention and positions, so set causal=True and pass segment_pos.'
         )
       new = {'key': key, 'value': value}
-      cache.write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
-      cached = cache.read_cache(self, len(x), 'key', 'value')
+      earlier = cache.update(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
     options = AttentionOptions(
       causal=self.causal and not self.cross,
       window=self.window,
@@ -227,19 +226,27 @@ class Attention(WithSublayers, kw_only=True):
     )
     if self.qk_clip is not None and options.bias is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
-    if self.qk_clip is not None and cached is None:
+    if self.qk_clip is not None and earlier is None:
       from spmd_tasks.layers.attention._qk_clip import clip_logits
 
       clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
-    layout: Any = {'split_dims': self.query_activation_split_dims}
-    if cached is not None:
-      layout |= {'kv_split_dims': self.kv_activation_split_dims}
-      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, options, **layout)
+    layout = self.query_activation_split_dims
+    if earlier is not None:
+      assert segment_pos is not None
+      attended = earlier.attend(query, key, value, segment_ids, segment_pos, options, split_dims=layout)
     else:
-      layout |= {'implementation': self.implementation, 'prefix_mask': prefix_mask}
-      key_segments = encoder_segment_ids if self.cross else None
-      attended = attend(query, key, value, segment_ids, options, key_segments=key_segments, **layout)
+      attended = attend(
+        query,
+        key,
+        value,
+        segment_ids,
+        options,
+        key_segments=encoder_segment_ids if self.cross else None,
+        prefix_mask=prefix_mask,
+        implementation=self.implementation,
+        split_dims=layout,
+      )
     splits, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', attended, x.shape[-1], *splits, scale=scale, use_bias=self.out_bias, num_input_dims=2)
 

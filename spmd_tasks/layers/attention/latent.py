@@ -27,9 +27,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
 from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
-from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
-from spmd_tasks.layers.base import FanInNormal, declare_weight, is_decoding
+from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight
 from spmd_tasks.layers.linear import adapted, adapter_of, kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims, constrain
@@ -135,14 +134,12 @@ class LatentAttention(nn.Module, kw_only=True):
     scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
     options = AttentionOptions(softmax_scale=scale, gradient_keys=self.gradient_keys)
 
-    cached = None
+    earlier = None
     joint = jnp.concatenate([latent[:, :, None, :], key_rope], axis=-1)  # [B, T, 1, C + R]
-    if is_decoding(self):
+    if (cache := current_layer_scope().cache) is not None:
       rows, columns, features = self.latent_split_dims or (None,) * 3
-      kv_split_dims = rows, columns, None, features
-      write_new_cache(self, {'latent': joint}, kv_split_dims, segment_ids=segment_ids)
-      cached = read_cache(self, len(x), 'latent')
-    if cached is None:
+      earlier = cache.update(self, {'latent': joint}, (rows, columns, None, features), segment_ids=segment_ids)
+    if earlier is None:
       if self.heads_activation_split_dims is not None:
         kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])
       keys_and_values = jnp.einsum('BTC,CHM->BTHM', latent, kv_up)
@@ -170,11 +167,11 @@ class LatentAttention(nn.Module, kw_only=True):
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
       # The rotated keys pass as values too: a slice of the cache would be a copy of it.
-      splits = {'split_dims': self.heads_activation_split_dims, 'kv_split_dims': kv_split_dims}
-      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, options, **splits)
+      layout = self.heads_activation_split_dims
+      attended = earlier.attend(query, joint, joint, segment_ids, segment_pos, options, split_dims=layout)
       attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)
-    layout, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
-    return project(self, 'out', attended, x.shape[-1], *layout, scale=scale, num_input_dims=2)
+    splits, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
+    return project(self, 'out', attended, x.shape[-1], *splits, scale=scale, num_input_dims=2)
 
   def _query(self, x: jax.Array) -> jax.Array:
     """Returns the queries of all heads, [B, T, H, N + R], not rotated."""

@@ -25,7 +25,7 @@ class RotaryScaling(abc.ABC):
         raise UserError(f'{name}={getattr(self, name)} of the scaling of a rotary position must be positive.')
 
   def for_rows(self, num_columns: int) -> 'RotaryScaling':
-    """Returns the scaling for rows of `num_columns` tokens, or for the texts that the LayerScope says."""
+    """Returns the scaling for rows of `num_columns` tokens, or for the longest text that the KV cache can have."""
     return self
 
   @abc.abstractmethod

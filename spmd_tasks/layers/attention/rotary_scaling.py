@@ -128,7 +128,9 @@ class LongRopeScaling(RotaryScaling):
   def for_rows(self, num_columns: int) -> 'LongRopeScaling':
     if self.is_long is not None:
       return self
-    return dataclasses.replace(self, is_long=(current_layer_scope().longest_text or num_columns) > self.original_length)
+    cache = current_layer_scope().cache
+    length = num_columns if cache is None or cache.max_len is None else cache.max_len
+    return dataclasses.replace(self, is_long=length > self.original_length)
 
   def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
     name = 'long_factors' if self.is_long else 'short_factors'

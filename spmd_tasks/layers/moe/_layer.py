@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight, is_decoding
+from spmd_tasks.layers.base import Ratios, WithSublayers, current_layer_scope, declare_weight
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
@@ -96,7 +96,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`. Raises a
     UserError if a router that looks ahead decodes, or load_balance_shards does not divide the training batch.
     """
-    decoding = is_decoding(self)
+    decoding = current_layer_scope().cache is not None
     token_mask = None if segment_ids is None else segment_ids != 0
     tokens = x
     if self.padding == 'routed' and token_mask is not None and not decoding:

@@ -21,18 +21,15 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import (
-  NEW_CACHE,
   REPLAYED,
   FanInNormal,
   current_layer_scope,
   declare_weight,
-  is_decoding,
 )
 from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import current_sharding_scope
-from spmd_tasks.sharding.weights import WeightBox
 
 # From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
@@ -187,10 +184,8 @@ class TopKRouter(Router, kw_only=True):
     chosen_ids: Any = self.get_variable(REPLAYED, 'expert_ids')
     if chosen_ids is None:
       chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
-    if current_layer_scope().records_routing and is_decoding(self):
-      split_dims: Any = (self.activation_split_dims and self.activation_split_dims[0], None, None, None)
-      box = WeightBox(value=chosen_ids[:, None], split_dims=split_dims, tags=(), stacked=0)
-      self.put_variable(NEW_CACHE, 'cached_expert_ids', box)
+    if (cache := current_layer_scope().cache) is not None:
+      cache.write_routing(self, chosen_ids, self.activation_split_dims)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     gates, expert_ids = self._gates(log_affinities, chosen_ids), chosen_ids
     if token_mask is not None:

@@ -1,10 +1,10 @@
-import contextlib
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers.attention import (
   LearnedPositions,
   LinearScaling,
@@ -68,7 +68,7 @@ def test_long_factors_are_those_of_long_texts(num_columns, text, is_long, rng):
   positions = np.arange(num_columns)[None]
   scaling = LongRopeScaling(factor=4.0, original_length=16, short_factors=(1.0,) * 3, long_factors=(2.0, 3.0, 5.0))
   expected = Rotary(scaling=dataclasses.replace(scaling, is_long=is_long))(x, positions)
-  with contextlib.nullcontext() if text is None else layer_scope(longest_text=text):
+  with layer_scope(cache=None if text is None else KvCache(max_len=text)):
     np.testing.assert_array_equal(Rotary(scaling=scaling)(x, positions), expected)
 
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention import AttentionOptions
 from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding.specs import current_device
 
@@ -59,7 +59,7 @@ def attend_to_pages(
   *,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes attention to the entries of each row, as _paged.py says; `interpret` does it on any platform."""
+  """Computes attention to the entries of each row, as paged_attention.py says; `interpret` does it on any platform."""
   num_rows, num_groups, num_queries, head_dim = query.shape
   sources = [keys] if keys.array is values.array else [keys, values]
   num_entries, value_dim = keys.num_entries, values.array.shape[-1]

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding import cached_attention
+from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
@@ -20,8 +22,8 @@ from spmd_tasks.layers.attention import (
   RelativePositionBias,
   Rotary,
   YarnScaling,
-  kv_cache,
 )
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.moe import CapacityGather, ExpertChoiceRouter, Experts, MixtureOfExperts
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.layers.tiny_model import VOCAB, random_weights
@@ -35,7 +37,7 @@ NUM_POSITIONS = 12
 
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch):
-  monkeypatch.setitem(kv_cache._BLOCK, 'cpu', BLOCK)
+  monkeypatch.setitem(cached_attention._BLOCK, 'cpu', BLOCK)
 
 
 def _block(ffn=None, post_norm=False, pre_norm=True, **attention):
@@ -104,6 +106,13 @@ MODELS = {
 }
 
 
+def _apply(model, variables, batch):
+  """The predictions of a call that generates text, and what it adds to the cache."""
+  with layer_scope(cache=KvCache()):
+    outputs, updated = model.apply(variables, batch, mutable='new_cache')
+  return outputs, unbox_weights(updated['new_cache'])
+
+
 def _generate(model, weights, ids):
   """Logits [B, T, V] of the columns behind each row's prompt, one at a time; the rest are NaN."""
 
@@ -126,16 +135,14 @@ def _generate(model, weights, ids):
       'segment_ids': (columns < LENGTHS[:, None]).astype(np.int32),
       'segment_pos': np.broadcast_to(columns, ids.shape).astype(np.int32),
     }
-    _, variables = model.apply({'params': weights}, batch, mutable='new_cache')
-    cache = unbox_weights(variables['new_cache'])
+    _, cache = _apply(model, {'params': weights}, batch)
     full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-2], NUM_POSITIONS, x.shape[-1]), x.dtype), cache)
     return jax.tree.map(place, cache, full)
 
   @jax.jit
   def step(weights, cache, tokens, positions, active):
     batch = {'ids': tokens[:, None], 'segment_ids': active[:, None], 'segment_pos': positions[:, None]}
-    outputs, variables = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')
-    new = unbox_weights(variables['new_cache'])
+    outputs, new = _apply(model, {'params': weights, 'cache': cache}, batch)
     return outputs['logits'][:, 0], jax.tree.map(lambda c, n: write(c, n, positions, active), cache, new)
 
   cache = prefill(weights)
@@ -169,10 +176,10 @@ def test_a_chunk_goes_on_where_the_cache_ends(rng):
 
   @jax.jit
   def whole_and_chunk(weights):
-    whole, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
-    cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), unbox_weights(variables['new_cache']))
+    whole, cache = _apply(model, {'params': weights}, {'ids': ids})
+    cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), cache)
     chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
-    outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
+    outputs, _ = _apply(model, {'params': weights, 'cache': cache}, chunk)
     return whole['logits'][:, 3:7], outputs['logits']
 
   expected, actual = whole_and_chunk(weights)
@@ -188,6 +195,4 @@ def test_what_looks_ahead_is_an_error():
     model = _model(_stack(block))
     batch = {'ids': np.ones((2, 4), np.int32)}
     with pytest.raises(ValueError, match=message):
-      jax.eval_shape(
-        lambda w, m=model, b=batch: m.apply({'params': w}, b, mutable='new_cache'), random_weights(model, batch)
-      )
+      jax.eval_shape(lambda w, m=model, b=batch: _apply(m, {'params': w}, b), random_weights(model, batch))

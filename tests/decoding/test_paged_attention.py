@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding import paged_attention, paged_attention_gpu
+from spmd_tasks.decoding.cache_arrays import CachedArray, quantize
+from spmd_tasks.decoding.cached_attention import EarlierTokens
 from spmd_tasks.decoding.drafts import DraftRows
+from spmd_tasks.decoding.partial_softmax import Queries
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import _paged, _paged_gpu
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache, quantize
-from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.planning import parse_target, plan_compiled
 from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.sharding import MeshSpec
@@ -126,12 +127,10 @@ def attend(case: Case, how: str):
       kept = [(x, *quantize(x.array, case.cache_dtype)) for x in cached]
       cached = tuple(x._replace(array=array, scale=x._replace(array=scale)) for x, array, scale in kept)
     options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
-    split_dims = {'split_dims': HEADS, 'kv_split_dims': LATENT if case.is_latent else KV_HEADS}
-    with layer_scope(cache_attention=how, cache_drafts=drafts):
-      if mesh is None:
-        return attend_to_cache(query, key, value, cached, None, positions, options)
-      with sharding_scope(mesh, RULES):
-        return attend_to_cache(query, key, value, cached, None, positions, options, **split_dims)
+    kv_split_dims = LATENT if case.is_latent else KV_HEADS
+    earlier = EarlierTokens(keys=cached[0], values=cached[1], drafts=drafts, attention=how, kv_split_dims=kv_split_dims)
+    with contextlib.nullcontext() if mesh is None else sharding_scope(mesh, RULES):
+      return earlier.attend(query, key, value, None, positions, options, split_dims=HEADS)
 
   attended = np.asarray(compute(*given, layer), np.float32)
   return attended if drafts is None else attended[drafts.owners < len(LENGTHS)]
@@ -141,11 +140,11 @@ def attend(case: Case, how: str):
 def test_the_kernel_gives_the_numbers_of_the_loop(name, monkeypatch):
   case = CASES[name]
   expected = attend(case, 'xla')
-  monkeypatch.setattr(_paged, 'kernel_of', lambda platform: _paged_gpu)
-  monkeypatch.setattr(_paged_gpu, '_MOST_ENTRIES', BLOCK)
-  monkeypatch.setattr(_paged_gpu, '_DEVICES', re.compile(''))
-  interpreted = functools.partial(_paged_gpu.attend_to_pages, interpret=True)
-  monkeypatch.setattr(_paged_gpu, 'attend_to_pages', interpreted)
+  monkeypatch.setattr(paged_attention, 'kernel_of', lambda platform: paged_attention_gpu)
+  monkeypatch.setattr(paged_attention_gpu, '_MOST_ENTRIES', BLOCK)
+  monkeypatch.setattr(paged_attention_gpu, '_DEVICES', re.compile(''))
+  interpreted = functools.partial(paged_attention_gpu.attend_to_pages, interpret=True)
+  monkeypatch.setattr(paged_attention_gpu, 'attend_to_pages', interpreted)
   tolerance = 2e-2 if case.dtype == 'bfloat16' else 1e-5
   np.testing.assert_allclose(attend(case, 'pallas'), expected, rtol=tolerance, atol=tolerance)
 
@@ -163,18 +162,19 @@ def test_the_kernel_gives_the_numbers_of_the_loop(name, monkeypatch):
 )
 def test_what_the_kernel_cannot_compute_is_refused(changes, message, monkeypatch):
   if changes:
-    monkeypatch.setattr(_paged, 'kernel_of', lambda platform: _paged_gpu)
-    monkeypatch.setattr(_paged_gpu, '_DEVICES', re.compile(changes.get('device', '')))
+    monkeypatch.setattr(paged_attention, 'kernel_of', lambda platform: paged_attention_gpu)
+    monkeypatch.setattr(paged_attention_gpu, '_DEVICES', re.compile(changes.get('device', '')))
   num_entries, head_dim = changes.get('num_entries', BLOCK), changes.get('head_dim', 128)
   array = jax.ShapeDtypeStruct((2, 9, 2, num_entries, head_dim), 'bfloat16')
   tables = jax.ShapeDtypeStruct((1, 1, 1 if 'num_entries' in changes else TABLE), jnp.int32)
   keys = CachedArray(array, (jnp.int32(0),), changes.get('tables', tables), 1)
-  query = jax.ShapeDtypeStruct((1, 2, 2, head_dim), changes.get('dtype', 'bfloat16'))
-  options = AttentionOptions(window=8)
+  query = jax.ShapeDtypeStruct((1, 2, 2, 1, head_dim), changes.get('dtype', 'bfloat16'))
+  positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  queries = Queries(query, positions, AttentionOptions(window=8))
   is_error = contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message)
-  with layer_scope(cache_attention='pallas'), is_error:
-    assert None is _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None)
-  assert _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None) is None
+  with is_error:
+    assert paged_attention.attend_to_pages(queries, keys, keys, 'pallas', None, None) is None
+  assert paged_attention.attend_to_pages(queries, keys, keys, None, None, None) is None
 
 
 @pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
@@ -184,10 +184,10 @@ def test_the_kernel_compiles_for_gpus_and_copies_no_cache(target):
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build(parse_target(target).devices())
 
   def compute(query, key, pages, tables, positions, layer):
-    cached = (CachedArray(pages, (layer,), tables, len(query)),) * 2
-    layout = {'split_dims': HEADS, 'kv_split_dims': KV_HEADS}
-    with layer_scope(cache_attention='pallas'), sharding_scope(mesh, RULES):
-      return attend_to_cache(query, key, key, cached, None, positions, AttentionOptions(), **layout)
+    cached = CachedArray(pages, (layer,), tables, len(query))
+    earlier = EarlierTokens(keys=cached, values=cached, attention='pallas', kv_split_dims=KV_HEADS)
+    with sharding_scope(mesh, RULES):
+      return earlier.attend(query, key, key, None, positions, AttentionOptions(), split_dims=HEADS)
 
   def shape(*sizes, dtype='bfloat16', split=()):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*split)))

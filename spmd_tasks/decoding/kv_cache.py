@@ -1,0 +1,140 @@
+"""KvCache: the KV cache in one call of a model that generates text, so that no token is computed twice.
+
+    with layer_scope(cache=KvCache(max_len=4096)):
+      outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                 # prefill
+      outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')   # step, or a chunk
+
+Every attention writes the keys and values of the call's own tokens to the collection `new_cache`, and reads those of
+earlier calls from the collection `cache`. The caller then writes `new` into `cache` (cache_arrays.py). Done once,
+outside the loop over layers, the write is an update in place; in each layer it would copy the cache in every step.
+
+A cache with S = the number of positions never wraps around. The cache of a layer with an attention window may have
+S = the window, and wraps around as a ring buffer. In both cases the batch's `segment_pos` alone determines which
+position an entry holds, and entries of an earlier sequence are not read. Each row holds one sequence; rows at different
+positions share one step.
+
+Arrays are [B, G, S, K], in stacks of layers [L, B, G, S, K], which every layer gets whole: it reads blocks of its own
+entries (`CachedArray`). With entries before heads, each step would transpose the whole cache for the matmuls.
+
+Shapes: B batch (or slots), T tokens of this call, S cache entries, G key/value heads, K head dim.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.decoding.cache_arrays import ENCODED, EXPERT_IDS, RING, SCALE, CachedArray, is_by_slot, quantize
+from spmd_tasks.decoding.cached_attention import EarlierTokens
+from spmd_tasks.decoding.drafts import DraftRows
+from spmd_tasks.layers.base import CACHE, NEW_CACHE
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.weights import WeightBox
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvCache:
+  """Implements layers.cache.KvCache.
+
+  Fields:
+    max_len: the most tokens that a text can have; None: not known, and no array is a ring.
+    dtype: of keys and values in the cache, see cache_arrays.CACHE_DTYPES; None: the model's.
+    attention: 'pallas' or 'xla', see paged_attention.py; None: the best that the devices have.
+    records_routing: whether the cache also stores which experts computed each token.
+    slots: int32 [B], the slot of each row; None: row i is in slot i.
+    tables: int32 [D, R, M], the blocks of each row, see CachedArray; None: arrays have one place per slot.
+    drafts: if rows are tokens of one text that follow each other, which; T is 1.
+    layers: the layer's number in each loop over layers that it is in, from the outermost.
+  """
+
+  max_len: int | None = None
+  dtype: str | None = None
+  attention: str | None = None
+  records_routing: bool = False
+  slots: jax.Array | None = None
+  tables: jax.Array | None = None
+  drafts: DraftRows | None = None
+  layers: tuple[jax.Array, ...] = ()
+
+  def in_layer(self, number: jax.Array) -> 'KvCache':
+    return dataclasses.replace(self, layers=(*self.layers, number))
+
+  def update(
+    self,
+    module: nn.Module,
+    arrays: Mapping[str, jax.Array],
+    split_dims: SplitDims,
+    *,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+  ) -> EarlierTokens | None:
+    """Writes arrays [B, T, G, K] to `new_cache` as [B, G, T, K]. Returns what `cache` has; None in the first call.
+
+    If T exceeds the window, only each row's last [B, G, window, K] are written: no later token sees the others.
+    """
+    num_rows, num_columns = next(iter(arrays.values())).shape[:2]
+    written = arrays
+    if window is not None and num_columns > window:
+      if segment_ids is None:
+        lengths = jnp.full((num_rows,), num_columns)
+      else:
+        lengths = jnp.sum(segment_ids != 0, axis=1)
+      columns = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
+      written = {name: jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for name, x in arrays.items()}
+    is_ring = window is not None and self.max_len is not None and window < self.max_len
+    self._write(module, {f'{RING if is_ring else ""}{name}': x for name, x in written.items()}, split_dims)
+    for kind in ('', RING):
+      if module.has_variable(CACHE, f'cached_{kind}{next(iter(arrays))}'):
+        cached = [self._read(module, kind + name, num_rows) for name in arrays]
+        return EarlierTokens(
+          keys=cached[0], values=cached[-1], drafts=self.drafts, attention=self.attention, kv_split_dims=split_dims
+        )
+    return None
+
+  def write_encoded(
+    self, module: nn.Module, key: jax.Array, value: jax.Array, segment_ids: jax.Array, split_dims: SplitDims
+  ) -> None:
+    self._write(module, {ENCODED + 'key': key, ENCODED + 'value': value}, split_dims)
+    segments = {ENCODED + 'segments': segment_ids[:, :, None, None]}
+    self._write(module, segments, split_dims and (*split_dims[:2], None, None))
+
+  def read_encoded(self, module: nn.Module, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    if not module.has_variable(CACHE, f'cached_{ENCODED}key'):
+      return None
+    cached = (self._read(module, ENCODED + name, num_rows) for name in ('key', 'value', 'segments'))
+    key, value, segments = (jnp.swapaxes(x.entries(0, x.num_entries), 1, 2) for x in cached)
+    return key, value, segments[:, :, 0, 0]
+
+  def write_routing(self, module: nn.Module, expert_ids: jax.Array, split_dims: SplitDims) -> None:
+    if self.records_routing:
+      rows = split_dims and split_dims[0]
+      box = WeightBox(value=expert_ids[:, None], split_dims=(rows, None, None, None), tags=(), stacked=0)
+      module.put_variable(NEW_CACHE, EXPERT_IDS, box)
+
+  def _write(self, module: nn.Module, arrays: Mapping[str, jax.Array], split_dims: SplitDims) -> None:
+    """Writes arrays [B, T, G, K] to `new_cache` as [B, G, T, K], quantized if they are float and there is a dtype."""
+    rows, columns, heads, features = split_dims or (None,) * 4
+    for name, x in arrays.items():
+      x = jnp.swapaxes(x, 1, 2)
+      stored = {name: (x, features)}
+      if self.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+        quantized, scale = quantize(x, self.dtype)
+        stored = {name: (quantized, features), name + SCALE: (scale, None)}
+      for stored_name, (value, last) in stored.items():
+        box = WeightBox(value=value, split_dims=(rows, heads, columns, last), tags=(), stacked=0)
+        module.put_variable(NEW_CACHE, f'cached_{stored_name}', box)
+
+  def _read(self, module: nn.Module, name: str, num_rows: int) -> Any:
+    """Returns the CachedArray of this name, for B rows; None if there is none."""
+    array: Any = module.get_variable(CACHE, f'cached_{name}')
+    if array is None:
+      return None
+    tables = self.tables
+    if is_by_slot(f'cached_{name}'):
+      tables = None if self.slots is None else self.slots[None, :, None]
+    # A loop over layers that is not ours gives the arrays of one layer.
+    scale = None if name.endswith(SCALE) else self._read(module, name + SCALE, num_rows)
+    return CachedArray(array, self.layers[: array.ndim - 4], tables, num_rows, scale)

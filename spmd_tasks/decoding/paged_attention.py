@@ -1,0 +1,152 @@
+"""Attention to a paged KV cache by the kernel of the platform; cached_attention.py has the loop for all other calls.
+
+'xla'     the loop over blocks of the cache, which it copies out; on every platform.
+'pallas'  a kernel that reads each row's blocks in place; on GPUs (paged_attention_gpu.py).
+
+TPUs use the loop. JAX's kernels for TPUs (`paged_attention` and `ragged_paged_attention` in
+jax.experimental.pallas.ops.tpu, JAX 0.10 to 0.12) do not fit: they take the pages of one layer, [G, N, b, K] or [N, b,
+2 G, K], with this call's tokens among them, and return normalized results. Here all layers share one array, of which
+each layer would copy its part, and a call's own tokens are written after its last layer.
+
+`task.decode.cache_attention` names one, which must be possible where there are pages: rings, of layers with a short
+attention window, and whole rows have none. None takes the kernel where it can compute a call, and logs once what is
+taken and why.
+
+A module with a kernel has `obstacle(query, keys)`, what it cannot compute of a call, and `attend_to_pages(query, keys,
+values, start, options, num_columns)`. That takes the queries [B, G, Q, K] of one device, CachedArrays [L, N, G, b, K]
+with tables [1, B, M] (of one array where values are the keys) and how many entries each row has, int32 [B], and returns
+
+  the highest logit of a query to an entry of its row, float32 [B, G, Q, 1]; -1e30 where the row has none,
+  the sum of its weights, exp(logit - highest), [B, G, Q, 1]; 0 there,
+  the sum of the values with these weights, [B, G, Q, V]; 0 there.
+
+Shapes: B rows, T tokens of a call, G key/value heads, Q = H / G T queries of one of them, K and V their features; the
+cache has N blocks of b entries in D parts, and tables [D, R, M] (CachedArray).
+"""
+
+import functools
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmd_tasks.decoding.cache_arrays import CachedArray
+from spmd_tasks.decoding.partial_softmax import PartialSoftmax, Queries
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.specs import current_platform, current_sharding_scope, num_parts, spec_axes, spec_entry
+
+
+def attend_to_pages(
+  queries: Queries,
+  keys: CachedArray,
+  values: CachedArray,
+  asked: str | None,
+  split_dims: SplitDims,
+  kv_split_dims: SplitDims,
+) -> PartialSoftmax | None:
+  """Computes a softmax over the entries of each row in the cache by a kernel; None: the loop must do it.
+
+  Args:
+    queries: [B, G, R, T, K]; a row has as many entries as it has tokens before the call.
+    keys, values: the same array twice if keys are the values.
+    asked: 'pallas', 'xla' or None.
+    split_dims, kv_split_dims: of queries [B, T, H, K], and of keys [B, T, G, K]; the kernel runs on each device's rows
+      and heads.
+
+  Raises a UserError: 'pallas' is asked for and impossible.
+  """
+  kernel, options = kernel_of(current_platform()), queries.options
+  if asked == 'xla' or current_layer_scope().plain_products or (asked is None and kernel is None):
+    return None
+  is_ring = options.window is not None and keys.num_entries <= options.window
+  if keys.tables is None or is_ring:  # no pages
+    return None
+  specs = _specs(queries, keys, split_dims, kv_split_dims)
+  obstacle = specs if isinstance(specs, str) else _obstacle(kernel, queries, keys)
+  if asked is None:
+    _log_once(current_platform(), obstacle)
+  elif obstacle:
+    raise UserError(f'task.decode.cache_attention={asked!r} {obstacle}: set it to None, or to xla.')
+  if obstacle:
+    return None
+  tables, arrays = keys.tables, (keys,) if keys.array is values.array else (keys, values)
+  num_rows, num_groups, _, num_columns, head_dim = queries.array.shape
+  query = queries.array.reshape(num_rows, num_groups, -1, head_dim)
+
+  def attend_local(query: jax.Array, start: jax.Array, tables: jax.Array, layer: jax.Array, *stored: Any) -> Any:
+    def cached(array: jax.Array, scale: jax.Array | None) -> CachedArray:
+      scales = None if scale is None else cached(scale, None)
+      return CachedArray(array, (layer,), tables, len(query), scales)
+
+    local = [cached(*array_and_scale) for array_and_scale in stored]
+    return kernel.attend_to_pages(query, local[0], local[-1], start, options, num_columns)
+
+  flat = lambda x: None if x is None else x.array.reshape(-1, *x.array.shape[-4:])
+  stored = [(flat(x), flat(x.scale)) for x in arrays]
+  layer = jnp.zeros((), jnp.int32)
+  for number, size in zip(keys.layer, keys.array.shape, strict=False):
+    layer = layer * size + number
+  start, padding = queries.start[:, 0], tables.shape[0] * tables.shape[1] - num_rows
+  if padding:
+    query, start = jnp.pad(query, ((0, padding), *((0, 0),) * 3)), jnp.pad(start, (0, padding))
+  scope, attend = current_sharding_scope(), attend_local
+  if specs is not None and scope is not None:
+    rows, heads, query_axes = map(spec_entry, specs)
+    of_queries, of_array = PartitionSpec(rows, heads, query_axes), PartitionSpec(None, rows, heads)
+    in_specs = of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in stored)
+    attend = scope.shard_map(attend_local, in_specs, (of_queries,) * 3)
+  softmax = attend(query, start, tables, layer, *stored)
+  highest, total, attended = (x[:num_rows].reshape(*queries.array.shape[:4], -1) for x in softmax)
+  return highest, total, attended
+
+
+def kernel_of(platform: str) -> Any:
+  """Returns the module with the kernel of a platform, None where there is none."""
+  if platform == 'gpu':
+    from spmd_tasks.decoding import paged_attention_gpu  # Pallas takes a second to import
+
+    return paged_attention_gpu
+  return None
+
+
+def _obstacle(kernel: Any, queries: Queries, keys: CachedArray) -> str | None:
+  """Returns why a kernel cannot compute a call, None if it can."""
+  if kernel is None:
+    return f"is a kernel for GPUs, and the mesh's devices are of the platform {current_platform()!r}"
+  if queries.options.bias is not None:
+    return 'has no relative position biases'
+  return kernel.obstacle(queries.array, keys)
+
+
+def _specs(queries: Queries, keys: CachedArray, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
+  """Returns the mesh axes that split D, G and Q, None without a mesh, or why these cannot be split so."""
+  scope = current_sharding_scope()
+  if scope is None or scope.mesh.size == 1:
+    return None
+  sizes = scope.mesh.shape
+  axes_of = lambda split, shape: spec_axes(scope.activation_spec(split, shape), len(shape))
+  of_rows, of_entries, of_heads, of_features = kv_split_dims or (None,) * 4
+  rows, heads, *others = axes_of((of_rows, of_heads, of_entries, of_features), keys.array.shape[-4:])
+  _, num_groups, num_heads, num_columns, _ = queries.array.shape
+  assert keys.tables is not None
+  if num_parts(rows, sizes) != keys.tables.shape[0] or any(num_parts(axes, sizes) > 1 for axes in others):
+    return 'needs blocks that are split as the rows are, and not in themselves'
+  if num_groups % num_parts(heads, sizes):
+    return f'needs a number of key/value heads that the mesh divides, and not {num_groups}'
+  if num_groups > 1 or split_dims is None:
+    return rows, heads, ()
+  (axes,) = axes_of((tuple(split_dims)[2],), (num_heads * num_columns,))  # all devices have the head
+  is_even = num_heads % num_parts(axes, sizes) == 0 and not {*axes} & {*rows, *heads}
+  return rows, heads, axes if is_even else ()
+
+
+@functools.cache
+def _log_once(platform: str, obstacle: str | None) -> None:
+  if obstacle:  # which costs time, so that it is shown
+    logging.warning("Attention to the KV cache is computed by 'xla': pallas %s.", obstacle)
+  else:
+    logging.info("Attention to the KV cache is computed by 'pallas': the devices are of the platform %r.", platform)
