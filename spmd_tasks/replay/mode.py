@@ -1,10 +1,11 @@
-"""--mode replay: makes past steps again and compares them with what the job recorded.
+"""--mode replay: runs past steps again and compares them with the record of the job.
 
-`--step N` looks into one step: its metrics against metrics.jsonl, its state against the checkpoint of step N where
-there is one, its rows, and statistics by layer. `--from A --to B` walks and stops at the first step that departs.
+`--step N` inspects one step: it compares the metrics with metrics.jsonl, and the state with the checkpoint of step N if
+there is one, and shows the rows of the batch and statistics by layer. `--from A --to B` compares several steps, and
+stops at the first that differs from the record.
 
-There is no second training loop: the training program runs from an earlier checkpoint, in a directory of its own. Hooks
-that save, evaluate, log and sample are left out; those that give batches (rollouts, references) stay.
+There is no second training loop: the training program runs from an earlier checkpoint, in a temporary directory. Hooks
+that save, evaluate, log and sample are left out; hooks that make batches (rollouts, references) stay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,13 +54,14 @@ Digests = Mapping[str, str]  # leaf -> 64 hexadecimal digits
 
 
 def tree_digests(tree: Any, limit_s: int) -> dict[str, str]:
-  """Returns the SHA-256 of every leaf of a tree of arrays, by name. Equal only for equal bits and equal shardings.
+  """Returns the SHA-256 of each leaf of a tree of arrays, by name. Digests are equal for equal bits and shardings.
 
-  A collective call: each process hashes its own shards, and waits for the others for at most `limit_s`.
+  A collective call: each process hashes its own shards, and waits at most `limit_s` for the others.
   """
   own = {name: _shards_digest(leaf) for name, leaf in leaves_by_name(tree).items()}
-  every = gather(own, 'digests', limit_s=limit_s)
-  return {name: hashlib.sha256(''.join(each[name] for each in every).encode()).hexdigest() for name in own}
+  all_digests = gather(own, 'digests', limit_s=limit_s)
+  combined = {name: ''.join(digests[name] for digests in all_digests) for name in own}
+  return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in combined.items()}
 
 
 def _shards_digest(x: jax.Array) -> str:
@@ -72,19 +74,19 @@ def _shards_digest(x: jax.Array) -> str:
 
 
 def _digest(digests: Digests) -> str:
-  """Returns 16 hexadecimal digits for all leaves."""
+  """Returns a digest of all leaves, 16 hexadecimal digits."""
   text = '\n'.join(f'{name} {digests[name]}' for name in sorted(digests))
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Watch(TrainHook):
-  """Restores the nearest checkpoint before `first`, sees steps `first` to `last`, and ends the run.
+class ReplayHook(TrainHook):
+  """Restores the last checkpoint before `first`, observes steps `first` to `last`, and ends the run.
 
-  A subclass says what is looked at: `look` before a step, with its batch, and `see` after it.
+  Subclasses override `on_batch`, which is called before a step, and `on_step`, which is called after it.
 
   Attributes:
-    checkpoint: the step of the checkpoint that the run went on from; 0: newly made weights.
-    digests: of the states at steps of which `reference` has a checkpoint: step -> (replayed, saved).
+    checkpoint: the step of the checkpoint that the run started from; 0 if it initialized the weights.
+    digests: step -> (replayed, saved) digests of the state, for the steps of which `reference` has a checkpoint.
   """
 
   def __init__(self, *, directory: epath.Path, reference: epath.Path, first: int, last: int):
@@ -97,21 +99,23 @@ class Watch(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     if self._last > run.experiment.num_train_steps:
-      raise UserError(f'step {self._last} is behind the last of the job, {run.experiment.num_train_steps}.')
+      raise UserError(
+        f'step {self._last} must be at most num_train_steps of the job, {run.experiment.num_train_steps}.'
+      )
     self._part = saved_part(run.model, run.experiment.origin())
 
   def restore(self, run: TrainRun, newest_checkpoint: int) -> FirstState | None:
-    with _checkpoints(self._reference) as reference:
-      wanted = [step for step in _steps(reference) if self._first <= step <= self._last]
-      for step in wanted:
-        restored = reference.restore(self._part(run.model.canonical_state), step)
-        self._saved[step] = tree_digests(restored.state, run.limit_s)
-        del restored
-    with _checkpoints(self._directory) as own:
-      earlier = [step for step in _steps(own) if step < self._first]
+    with _open_checkpoints(self._reference) as reference:
+      for step in _checkpoint_steps(reference):
+        if self._first <= step <= self._last:
+          restored = reference.restore(self._part(run.model.canonical_state), step)
+          self._saved[step] = tree_digests(restored.state, run.limit_s)
+          del restored
+    with _open_checkpoints(self._directory) as checkpoints:
+      earlier = [step for step in _checkpoint_steps(checkpoints) if step < self._first]
       if not earlier:
-        return None  # the run begins as the job did
-      saved = saved_state(run.model, own, run.job, max(earlier))
+        return None  # the run starts like the job
+      saved = saved_state(run.model, checkpoints, run.job, max(earlier))
     assert saved is not None
     state, self.checkpoint, self._position = saved
     origin = f'the checkpoint of step {self.checkpoint}'
@@ -122,7 +126,7 @@ class Watch(TrainHook):
 
   def before_step(self, run: TrainRun, batch: dict[str, jax.Array]) -> None:
     if self._first <= run.step + 1 <= self._last:
-      self.look(run, batch, self._position)
+      self.on_batch(run, batch, self._position)
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     self._position = run.loop.outcome_input_state
@@ -131,30 +135,30 @@ class Watch(TrainHook):
     if outcome.step in self._saved:
       state = run.model.to_canonical(run.state, self._part)
       self.digests[outcome.step] = tree_digests(state, run.limit_s), self._saved[outcome.step]
-    if not self.see(run, outcome, step_metrics(run, outcome)) or outcome.step == self._last:
-      run.end_early('all steps that were asked for are made again')
+    if not self.on_step(run, outcome, step_metrics(run, outcome)) or outcome.step == self._last:
+      run.end_early('the replay is complete')
 
   def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
     self._position = run.loop.outcome_input_state
 
-  def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
-    """Looks at the placed batch of a step, before which this process's input was at `position`; None: at its begin."""
+  def on_batch(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
+    """Called before a step with its placed batch, and the position of this process's input before it or None."""
 
-  def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
-    """Takes a step that was made; returns whether to go on."""
+  def on_step(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
+    """Called after a step; returns whether to continue."""
     raise NotImplementedError
 
 
 def step_metrics(run: TrainRun, outcome: Outcome) -> Metrics:
-  """Returns the metrics of a step itself as metrics.jsonl has them. Waits for the step."""
+  """Waits for a step, and returns the metrics that the step computed, in the form of metrics.jsonl."""
   metrics = finish_metrics(jax.device_get(outcome.metrics), source_names(run.job.train_input))
   metrics.pop('skipped', None)
   return metrics
 
 
-def rerun(opened: OpenJob, watch: Watch) -> str | None:
-  """Runs the training program with `watch`; returns why the job could not go on, or None."""
-  own = [hook for hook in opened.job.experiment.hooks() if type(hook).batches is not TrainHook.batches]
+def rerun(opened: OpenJob, hook: ReplayHook) -> str | None:
+  """Runs the training program with a ReplayHook; returns why the job diverged, or None."""
+  batch_hooks = [hook for hook in opened.job.experiment.hooks() if type(hook).batches is not TrainHook.batches]
   with tempfile.TemporaryDirectory(prefix='spmd_tasks_replay_') as directory:
     try:
       train.train(
@@ -163,53 +167,51 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
         emergency=opened.emergency,
         begun=opened.begun,
         config_json=json.dumps(opened.config) + '\n',
-        hooks=(CountGoodput(), CompareInputs(), *extensions.train_hooks(opened.job), *own, watch),
+        hooks=(CountGoodput(), CompareInputs(), *extensions.train_hooks(opened.job), *batch_hooks, hook),
       )
     except TrainingDivergedError as error:
       return str(error)
   return None
 
 
-def _checkpoints(directory: epath.Path) -> Any:
+def _open_checkpoints(directory: epath.Path) -> Any:
   return contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True))
 
 
-def _steps(checkpointer: Any) -> list[int]:
+def _checkpoint_steps(checkpointer: Any) -> list[int]:
   return primary_decides(checkpointer.all_steps, 'replay_steps', limit_s=LOOK_LIMIT_S)
 
 
-_KINDS = ('weights', 'gradients', 'activations', 'updates')  # of an attempt
+_KINDS = ('weights', 'gradients', 'activations', 'updates')  # the statistics of an attempt
 
 
 def run(command: Command) -> int:
-  """Runs --mode replay; returns OK, or FAILED where a step departs from the record."""
+  """Runs --mode replay; returns OK, or FAILED if a step differs from the record."""
   flags = command.flags
-  with dataclasses.replace(command, mode='train').open_job() as opened:  # a replay needs all that training needs
+  with dataclasses.replace(command, mode='train').open_job() as opened:  # with the checks of training
     first, last = (flags.step, flags.step) if flags.step is not None else (getattr(flags, 'from'), flags.to)
     reference = opened.directory if flags.against is None else absolute_path(flags.against)
     try:
       recorded = read_jsonl(reference)
     except OSError as error:
       raise UserError(
-        f'{reference} has no metrics.jsonl that can be read ({error}): name the directory of a job.'
+        f'metrics.jsonl of {reference} cannot be read ({error}): set --against to the directory of a job.'
       ) from error
     if flags.metric is not None and not any(flags.metric in line for line in recorded.values()):
       names = sorted({name for line in recorded.values() for name in line})
-      raise UserError(
-        f'--metric {flags.metric!r} is no metric of the steps in {reference / METRICS_FILE}: it has {", ".join(names)}.'
-      )
+      raise UserError(f'--metric {flags.metric!r} is not in {reference / METRICS_FILE}: use one of {", ".join(names)}.')
     settings = {'directory': opened.directory, 'reference': reference, 'first': first, 'last': last}
     compare = functools.partial(differences, metric=flags.metric, tolerance=flags.tolerance or 0.0)
-    report = (_look_into if flags.step is not None else _walk)(opened, settings, recorded, compare)
+    report = (_inspect_step if flags.step is not None else _compare_steps)(opened, settings, recorded, compare)
     if flags.out is not None and is_primary():
       path = absolute_path(flags.out)
       with storage_errors(path):
-        write_durably(path, json.dumps(_plain(report), indent=1) + '\n')
+        write_durably(path, json.dumps(_json_value(report), indent=1) + '\n')
   return exit_codes.FAILED if report['departs'] else exit_codes.OK
 
 
-class LookInto(Watch):
-  """Looks into each attempt at one step: rows and statistics; a batch that was skipped is an attempt too."""
+class InspectStep(ReplayHook):
+  """Collects the rows and statistics of each attempt at one step; skipped batches are attempts, too."""
 
   def __init__(self, **settings: Any):
     super().__init__(**settings)
@@ -220,19 +222,20 @@ class LookInto(Watch):
     super().prepare(run)
     self._statistics = LayerStatistics(run.model)
     self._task: Task | None = None
-    with contextlib.suppress(UserError):  # a task of another framework gives neither gradients nor activations
+    with contextlib.suppress(UserError):  # a task of another framework has neither gradients nor activations
       self._task = run.job.task.as_task('--step')
     if self._task is not None:
       self._gradients = gradient_model(self._task, run.model, run.experiment)
-    self._own_batches = any(type(hook).batches is not TrainHook.batches for hook in run.hooks)
+    self._hook_makes_batches = any(type(hook).batches is not TrainHook.batches for hook in run.hooks)
 
-  def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
+  def on_batch(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
     with run.timed('replay', 'compilation'):
       rows: list[Any] = []
-      if not self._own_batches:
-        rows = [row for each in gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s) for row in each]
+      if not self._hook_makes_batches:
+        all_rows = gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s)
+        rows = [row for own_rows in all_rows for row in own_rows]
       self._before = gradient_state(run.state)
-      # Skipped until it counts.
+      # `on_step` is only called for a step that is not skipped.
       attempt: dict[str, Any] = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}
       if self._task is not None:
         gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
@@ -241,7 +244,7 @@ class LookInto(Watch):
         attempt['activations'] = activation_statistics(self._task, run.model, run.state, batch)
       self.attempts.append(attempt)
 
-  def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
+  def on_step(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
     self.metrics = metrics
     with run.timed('replay', 'compilation'):
       updates = self._statistics(run.state, self._before)
@@ -249,64 +252,66 @@ class LookInto(Watch):
     return False
 
 
-def _look_into(
+def _inspect_step(
   opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any
 ) -> dict[str, Any]:
-  """Makes one step again; prints and returns what was found."""
-  watch, step = LookInto(**settings), settings['first']
-  stopped = rerun(opened, watch)
+  """Replays one step; prints and returns the report."""
+  hook, step = InspectStep(**settings), settings['first']
+  stopped = rerun(opened, hook)
   set_activity(None)
-  report = {'step': step, 'checkpoint': watch.checkpoint, 'stopped': stopped, 'metrics': watch.metrics}
-  report |= _compared(watch, step, watch.metrics, recorded, compare) | {'attempts': watch.attempts}
-  for number, attempt in enumerate(watch.attempts, 1):
+  report = {'step': step, 'checkpoint': hook.checkpoint, 'stopped': stopped, 'metrics': hook.metrics}
+  report |= _comparison(hook, step, hook.metrics, recorded, compare) | {'attempts': hook.attempts}
+  for number, attempt in enumerate(hook.attempts, 1):
     kinds: dict[str, Statistics] = {kind: attempt[kind] for kind in _KINDS if attempt.get(kind)}
-    skipped = f' (attempt {number}: not finite, loss {attempt["loss"]}, so it changed nothing)' * attempt['skipped']
-    _show(f'step {step}{skipped}, from {_origin(watch)}')
+    skipped = f' (attempt {number}: skipped, because its loss {attempt["loss"]} or its gradient is not finite)'
+    _print(f'step {step}{skipped * attempt["skipped"]}, from {_origin(hook)}')
     for row in attempt['rows']:
-      _show(format_row(row))
-    _show(format_table(kinds))
+      _print(format_row(row))
+    _print(format_table(kinds))
     if 'gradients' not in attempt:
-      _show(f'gradients and activations are left out: a {type(opened.job.task).__name__} keeps them to itself')
+      _print(f'gradients and activations are not available for a {type(opened.job.task).__name__}')
   if stopped is not None:
-    _show(f'the job cannot make step {step}: {stopped}')
-  _show(_verdict(report, step))
+    _print(f'the job does not reach step {step}: {stopped}')
+  _print(_describe(report, step))
   return report
 
 
-class Walk(Watch):
-  """Compares each step with the record, and ends at the first one that departs."""
+class CompareSteps(ReplayHook):
+  """Compares each step with the record, and stops at the first step that differs."""
 
   def __init__(self, recorded: Mapping[int, Metrics], compare: Any, **settings: Any):
     super().__init__(**settings)
     self._recorded, self._compare = recorded, compare
-    self.compared: list[dict[str, Any]] = []
+    self.steps: list[dict[str, Any]] = []
 
-  def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
-    found = _compared(self, outcome.step, metrics, self._recorded, self._compare)
-    self.compared.append({'step': outcome.step, 'metrics': metrics} | found)
-    return not found['departs']
+  def on_step(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
+    comparison = _comparison(self, outcome.step, metrics, self._recorded, self._compare)
+    self.steps.append({'step': outcome.step, 'metrics': metrics} | comparison)
+    return not comparison['departs']
 
 
-def _walk(opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any) -> dict[str, Any]:
-  """Makes several steps again; prints and returns what was found."""
-  walk = Walk(recorded, compare, **settings)
-  stopped = rerun(opened, walk)
+def _compare_steps(
+  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any
+) -> dict[str, Any]:
+  """Replays several steps; prints and returns the report."""
+  hook = CompareSteps(recorded, compare, **settings)
+  stopped = rerun(opened, hook)
   set_activity(None)
-  departed = next((each for each in walk.compared if each['departs']), None)
-  report = {'from': settings['first'], 'to': settings['last'], 'checkpoint': walk.checkpoint, 'stopped': stopped}
-  report |= {'steps': walk.compared, 'departs': departed is not None or stopped is not None}
-  report |= {'first_departure': None if departed is None else departed['step']}
-  with_record = [each['step'] for each in walk.compared if each['is_recorded']]
-  if departed is not None:
-    _show(_verdict(departed, departed['step']))
-    _show(f'step {departed["step"]} is the first that departs; look into it with --step {departed["step"]}')
+  first = next((step for step in hook.steps if step['departs']), None)
+  report = {'from': settings['first'], 'to': settings['last'], 'checkpoint': hook.checkpoint, 'stopped': stopped}
+  report |= {'steps': hook.steps, 'departs': first is not None or stopped is not None}
+  report |= {'first_departure': None if first is None else first['step']}
+  if first is not None:
+    _print(_describe(first, first['step']))
+    _print(f'step {first["step"]} is the first that differs; inspect it with --step {first["step"]}')
   elif stopped is not None:
-    _show(f'the job cannot go on: {stopped}')
+    _print(f'the job cannot continue: {stopped}')
   else:
-    states = f'; the states of the checkpoints of {sorted(walk.digests)} too' * bool(walk.digests)
-    _show(
-      f'steps {settings["first"]} to {settings["last"]}, from {_origin(walk)}: the {len(with_record)} steps that are '
-      f'recorded are the same{states}'
+    num_recorded = sum(step['is_recorded'] for step in hook.steps)
+    states = f', and so does the state at the checkpoints of steps {sorted(hook.digests)}' * bool(hook.digests)
+    _print(
+      f'steps {settings["first"]} to {settings["last"]}, from {_origin(hook)}: every bit of the metrics of '
+      f'{num_recorded} recorded steps agrees{states}'
     )
   return report
 
@@ -314,15 +319,15 @@ def _walk(opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metr
 def differences(
   own: Metrics, recorded: Metrics, *, metric: str | None = None, tolerance: float = 0.0
 ) -> dict[str, tuple[Metric | None, Metric | None]]:
-  """Returns the metrics of a step that differ from the recorded ones: name -> (replayed, recorded).
+  """Returns the metrics of a step that differ from the record: name -> (replayed, recorded).
 
-  Others of the record (rates, goodput) are of the run, and not compared. With `metric` this one is compared alone;
-  `tolerance` is a relative difference that counts as none.
+  Metrics of the run, such as rates and goodput, are not compared. With `metric` only this metric is compared;
+  `tolerance` is the relative difference that is allowed.
 
-  Raises a UserError: the step has no such metric.
+  Raises a UserError if the step does not compute `metric`.
   """
   if metric is not None and metric not in own:
-    raise UserError(f'--metric {metric!r} is no metric of the step: it has {", ".join(sorted(own))}.')
+    raise UserError(f'--metric {metric!r} is not computed by the step: use one of {", ".join(sorted(own))}.')
   names = own if metric is None else (metric,)
   return {
     name: (own[name], recorded.get(name)) for name in names if not _agree(own[name], recorded.get(name), tolerance)
@@ -339,52 +344,53 @@ def _agree(own: Metric, other: Metric | None, tolerance: float) -> bool:
   )
 
 
-def _compared(
-  watch: Watch, step: int, metrics: Metrics, recorded: Mapping[int, Metrics], compare: Any
+def _comparison(
+  hook: ReplayHook, step: int, metrics: Metrics, recorded: Mapping[int, Metrics], compare: Any
 ) -> dict[str, Any]:
   """Compares a step with its line of the record and with its checkpoint."""
   line = recorded.get(step)
   different = {} if line is None or not metrics else compare(metrics, line)
-  is_missing = line is not None and not metrics  # the job made it, and the replay could not
-  found: dict[str, Any] = {'is_recorded': line is not None, 'differences': different}
-  found['departs'] = bool(different) or is_missing
-  if (both := watch.digests.get(step)) is not None:
-    own, saved = both
-    leaves = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    found |= {'digest': _digest(own), 'saved_digest': _digest(saved), 'different_leaves': leaves}
-    found['departs'] = found['departs'] or bool(leaves)
-  return found
+  is_missing = line is not None and not metrics  # the replay did not reach a step of the job
+  comparison: dict[str, Any] = {'is_recorded': line is not None, 'differences': different}
+  comparison['departs'] = bool(different) or is_missing
+  if (digests := hook.digests.get(step)) is not None:
+    replayed, saved = digests
+    leaves = sorted(name for name in replayed.keys() | saved.keys() if replayed.get(name) != saved.get(name))
+    comparison |= {'digest': _digest(replayed), 'saved_digest': _digest(saved), 'different_leaves': leaves}
+    comparison['departs'] = comparison['departs'] or bool(leaves)
+  return comparison
 
 
-def _verdict(found: dict[str, Any], step: int) -> str:
-  """Says how a step compares with the record."""
-  if not found['metrics']:
-    return f'step {step} was not made' + ', but the record has it' * found['is_recorded']
-  if not found['is_recorded']:
-    lines = [f'step {step}: no line of metrics.jsonl is of this step, so its metrics are compared with nothing']
-  elif found['differences']:
-    lines = [f'step {step} departs from the record:']
-    lines += [f'  {name}: replayed {own}, recorded {its}' for name, (own, its) in found['differences'].items()]
+def _describe(comparison: dict[str, Any], step: int) -> str:
+  """Returns lines that tell how a step compares with the record."""
+  metrics, leaves = comparison['metrics'], comparison.get('different_leaves')
+  if not metrics:
+    return f'step {step} was not reached' + ', but the record has it' * comparison['is_recorded']
+  if not comparison['is_recorded']:
+    lines = [f'step {step}: the metrics are not compared, because metrics.jsonl does not have this step']
+  elif comparison['differences']:
+    lines = [f'step {step} differs from the record:']
+    differences = comparison['differences'].items()
+    lines += [f'  {name}: replayed {replayed}, recorded {recorded}' for name, (replayed, recorded) in differences]
   else:
-    some = ', '.join(f'{name} {found["metrics"][name]}' for name in ('loss', 'grad_norm') if name in found['metrics'])
-    lines = [f'step {step}: every bit of the metrics is as recorded ({some})']
-  if 'digest' in found and found['different_leaves']:
-    some = ', '.join(found['different_leaves'][:5])
+    values = ', '.join(f'{name} {metrics[name]}' for name in ('loss', 'grad_norm') if name in metrics)
+    lines = [f'step {step}: every bit of the metrics agrees with the record ({values})']
+  if leaves:
     lines.append(
-      f'step {step}: the state ({found["digest"]}) is not that of its checkpoint ({found["saved_digest"]}): '
-      f'{len(found["different_leaves"])} arrays differ, such as {some}'
+      f'step {step}: the state ({comparison["digest"]}) differs from the checkpoint ({comparison["saved_digest"]}) in '
+      f'{len(leaves)} arrays, such as {", ".join(leaves[:5])}'
     )
-  elif 'digest' in found:
-    lines.append(f'step {step}: every bit of the state is that of its checkpoint, digest {found["digest"]}')
+  elif leaves is not None:
+    lines.append(f'step {step}: every bit of the state agrees with the checkpoint, digest {comparison["digest"]}')
   return '\n'.join(lines)
 
 
-def _origin(watch: Watch) -> str:
-  return f'the checkpoint of step {watch.checkpoint}' if watch.checkpoint else 'the beginning'
+def _origin(hook: ReplayHook) -> str:
+  return f'the checkpoint of step {hook.checkpoint}' if hook.checkpoint else 'the beginning'
 
 
 def format_row(row: dict[str, Any]) -> str:
-  """Returns the line of one row of a batch."""
+  """Returns a line that describes a row of a batch."""
   documents: Sequence[int] = row.get('tokens_per_document', ())
   parts = [f'row {row["row"]}']
   parts += [row['source']] if 'source' in row else []
@@ -393,15 +399,15 @@ def format_row(row: dict[str, Any]) -> str:
   return '  '.join(parts) + (f'  {row["begins"]!r}' if isinstance(row.get('begins'), str) else '')
 
 
-def _show(text: str) -> None:
+def _print(text: str) -> None:
   if is_primary():
     print(text, flush=True)
 
 
-def _plain(value: Any) -> Any:
-  """JSON without NaN and infinities, which are written as in metrics.jsonl."""
+def _json_value(value: Any) -> Any:
+  """Replaces NaN and infinities by text, as in metrics.jsonl."""
   if isinstance(value, dict):
-    return {name: _plain(each) for name, each in value.items()}
+    return {name: _json_value(item) for name, item in value.items()}
   if isinstance(value, list | tuple):
-    return [_plain(each) for each in value]
+    return [_json_value(item) for item in value]
   return str(value) if isinstance(value, float) and not math.isfinite(value) else value

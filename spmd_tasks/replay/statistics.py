@@ -1,10 +1,10 @@
-"""Looks into one step: norm, largest magnitude and NaNs of weights, gradients, activations and updates, by layer.
+"""Statistics of one step by layer: norms, maxima and NaNs of weights, gradients, activations and updates.
 
     gradients, metrics = gradient_model(task, model, experiment).train_step(gradient_state(state), batch)
     LayerStatistics(model)(gradients)             # {'stack/ffn/kernel': {'norm': [L], 'max': [L], 'nan': [L]}, ...}
 
-Gradients come from a program of their own, which leaves the state as it is: the training step with a learner that
-returns the gradients in place of new weights.
+A separate program computes the gradients without changing the state: the training step with a learner that returns the
+gradients as the new weights.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spm
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import leaves_by_name
 
-# Leaf -> 'norm', 'max', 'nan' -> a value, of a leaf of a stack one per layer.
+# Leaf -> 'norm', 'max', 'nan' -> a value, or one value per layer if the leaf is stacked.
 Statistics = dict[str, dict[str, float | list[float]]]
 
 
 class GradientLearner(BaseLearner):
-  """A learner whose new weights are the gradients, accumulated as another learner does. It has no optimizer state."""
+  """A learner whose new weights are the gradients, accumulated like another learner. It has no optimizer state."""
 
   def __init__(self, learner: BaseLearner):
     self.num_microbatches, self.accumulation = learner.num_microbatches, learner.accumulation
@@ -59,7 +59,7 @@ class GradientLearner(BaseLearner):
 
 
 def gradient_model(task: Task, model: PartitionedModel, experiment: Experiment) -> PartitionedModel:
-  """Returns a model whose train step gives the gradients of `model`, of which `task` is the task, as new weights."""
+  """Returns a model whose train step returns the gradients of `task` on `model` as the new weights."""
   return partition_spmd_model(
     dataclasses.replace(task, learner=GradientLearner(task.learner), eval_with_ema=False),
     model.mesh,
@@ -71,7 +71,7 @@ def gradient_model(task: Task, model: PartitionedModel, experiment: Experiment) 
 
 
 def gradient_state(state: TrainState) -> TrainState:
-  """Returns a copy of what the gradients depend on, which a step of a `gradient_model` may use up."""
+  """Returns a copy of the state without optimizer state, which a step of a `gradient_model` may donate."""
   learner = state.learner.replace(opt_state=(), ema_weights=None)
   return jax.tree.map(jnp.copy, state.replace(learner=learner))
 
@@ -97,18 +97,18 @@ class LayerStatistics:
 
   @functools.cached_property
   def _compute(self) -> Any:
-    return jax.jit(lambda leaves: [_of_leaf(*each) for each in zip(leaves, self._is_stacked, strict=True)])
+    return jax.jit(lambda leaves: list(map(_leaf_statistics, leaves, self._is_stacked)))
 
 
 def activation_statistics(
   task: Task, model: PartitionedModel, state: TrainState, batch: dict[str, jax.Array]
 ) -> Statistics:
-  """Returns the statistics of each block's output, without dropout; {} for a pipeline, which keeps none."""
+  """Returns the statistics of each block's output, without dropout; {} for a pipeline, which captures none."""
 
   def forward(variables: Any, batch: Any) -> Any:
-    _, kept = task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
-    leaves = leaves_by_name(kept.get('intermediates', {})).items()
-    return {name: _of_leaf(x, x.ndim > 3) for name, x in leaves if x.ndim > 2}  # [B, T, D], or [L, B, T, D]
+    _, captured = task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
+    leaves = leaves_by_name(captured.get('intermediates', {})).items()
+    return {name: _leaf_statistics(x, x.ndim > 3) for name, x in leaves if x.ndim > 2}  # [B, T, D] or [L, B, T, D]
 
   step = model.batch_step('activations', model.input_layout.spec, forward)
   return _as_json(jax.device_get(step(state.variables, batch)))
@@ -119,26 +119,26 @@ def _is_block(module: Any, method: str) -> bool:
 
 
 def _as_json(values: Mapping[str, Mapping[str, Any]]) -> Statistics:
-  return {name: {kind: np.asarray(x, np.float64).tolist() for kind, x in each.items()} for name, each in values.items()}
+  return {name: {kind: np.asarray(x, np.float64).tolist() for kind, x in leaf.items()} for name, leaf in values.items()}
 
 
-def _of_leaf(x: jax.Array, is_stacked: bool) -> dict[str, jax.Array]:
-  """Returns norm, largest magnitude and number of NaNs: of each layer [L], or of all of a leaf that is no stack's."""
+def _leaf_statistics(x: jax.Array, is_stacked: bool) -> dict[str, jax.Array]:
+  """Returns the norm, the largest magnitude and the number of NaNs of a leaf, or of each layer [L] if it is stacked."""
   dims = tuple(range(is_stacked, x.ndim))
   x, is_nan = x.astype(jnp.float32), jnp.isnan(x)
   magnitude = jnp.max(jnp.abs(x), dims, initial=0.0)
-  scale = jnp.where(jnp.isfinite(magnitude) & (magnitude > 0), magnitude, 1.0)  # the squares shall not overflow
+  scale = jnp.where(jnp.isfinite(magnitude) & (magnitude > 0), magnitude, 1.0)  # so that squares do not overflow
   scaled = x / jnp.expand_dims(scale, dims)
   return {'norm': scale * jnp.sqrt(jnp.sum(scaled * scaled, dims)), 'max': magnitude, 'nan': jnp.sum(is_nan, dims)}
 
 
 def by_layer(statistics: Statistics) -> dict[str, dict[str, float]]:
-  """Adds up the leaves of a layer: 'stack/3' of all leaves of a stack, and the leaf's first name of the others."""
+  """Combines the leaves of each layer: 'stack/3' for stacked leaves, and the first part of the name for others."""
   layers: dict[str, dict[str, float]] = {}
-  for name, each in statistics.items():
+  for name, leaf in statistics.items():
     first = name.partition('/')[0]
-    is_stacked = isinstance(each['norm'], list)
-    for index, (norm, largest, nans) in enumerate(zip(*(np.ravel(each[kind]) for kind in ('norm', 'max', 'nan')))):
+    is_stacked = isinstance(leaf['norm'], list)
+    for index, (norm, largest, nans) in enumerate(zip(*(np.ravel(leaf[kind]) for kind in ('norm', 'max', 'nan')))):
       layer = layers.setdefault(f'{first}/{index}' if is_stacked else first, {'norm': 0, 'max': 0, 'nan': 0})
       layer['norm'] = math.hypot(layer['norm'], norm)
       layer['max'] = max(layer['max'], largest, key=lambda x: math.inf if math.isnan(x) else x)
@@ -147,7 +147,7 @@ def by_layer(statistics: Statistics) -> dict[str, dict[str, float]]:
 
 
 def format_table(kinds: Mapping[str, Statistics]) -> str:
-  """Returns a table with a line per layer; for each of `kinds`, such as 'gradient', norm, max and NaNs."""
+  """Returns a table with a line per layer, and the norm, max and NaNs of each of `kinds`, such as 'gradients'."""
   rows = {kind: by_layer(statistics) for kind, statistics in kinds.items()}
   names = list(next(iter(rows.values())))
   width = max(map(len, (*names, 'layer'))) + 2

@@ -1,4 +1,4 @@
-"""The extension's mode, also where the environment was installed before there was one."""
+"""Registers the extension's mode, even if the environment was installed before it existed."""
 
 import pytest
 

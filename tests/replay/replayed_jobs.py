@@ -1,4 +1,4 @@
-"""A small job of everything that a replay has to make again: experts, a pipeline, a mixture of inputs, dropout."""
+"""A small job with everything that a replay has to repeat: experts, a pipeline, a mixture of inputs, dropout."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ TEXTS = Path(__file__).parents[1] / 'programs' / 'ragged.jsonl'
 
 
 class PipelinedExperts(PipelinedLanguageModel, MoeLanguageModel):
-  """4 experts over 2 stages x data 2 x expert 2, in two microbatches; two sources."""
+  """4 experts on 2 stages x data 2 x expert 2, with two microbatches and two sources."""
 
   mesh = DataExpertModelMesh(num_devices=8, num_stages=2, num_expert_partitions=2)
   num_microbatches = 2

@@ -1,4 +1,4 @@
-"""Past steps are made again, bit for bit, and the step at which a run departed from its record is found."""
+"""Past steps are replayed bit for bit, and the first step that differs from the record is found."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ def train(directory, experiment, *flags):
 
 
 def replay(directory, out, *flags):
-  """The exit code and the report of a replay."""
+  """Runs a replay; returns its exit code and report."""
   code = binary.run_in_process('--mode', 'replay', '--job_log_dir', directory, '--out', out, *flags)
   return code, json.loads(out.read_text())
 
 
 @pytest.fixture(scope='module')
 def dense(tmp_path_factory):
-  """Eight steps of a dense job; the batch before that of step 5 made the loss infinite."""
+  """A dense job of eight steps; the batch before step 5 was skipped, because its loss was infinite."""
   directory = tmp_path_factory.mktemp('dense') / 'job'
   return train(directory, SMALL, '--set', 'train_input.spikes={"4": "inf"}', '--num_train_steps', 8)
 
@@ -44,39 +44,39 @@ def dense(tmp_path_factory):
     pytest.param('tests.replay.replayed_jobs.PipelinedExperts', marks=pytest.mark.exhaustive),
   ],
 )
-def of_sources(request, tmp_path_factory):
-  """Twelve steps of a mixture of inputs, with two layers in two microbatches."""
+def mixture(request, tmp_path_factory):
+  """A job of twelve steps on a mixture of inputs, with two layers and two microbatches."""
   flags = ('--set', 'num_layers=2', '--set', 'checkpoint_every=4', '--num_train_steps', 12)
-  return train(tmp_path_factory.mktemp('of_sources') / 'job', request.param, *flags)
+  return train(tmp_path_factory.mktemp('mixture') / 'job', request.param, *flags)
 
 
 def norm_of(statistics):
   return math.hypot(*(norm for leaf in statistics.values() for norm in np.ravel(leaf['norm'])))
 
 
-def test_a_step_is_made_again_and_looked_into(dense, tmp_path, capsys):
+def test_a_step_is_replayed_and_inspected(dense, tmp_path, capsys):
   code, report = replay(dense, tmp_path / 'out.json', '--step', 5)
   record = {line['step']: line for line in binary.metric_lines(dense)}
   assert (code, report['checkpoint'], report['departs']) == (exit_codes.OK, 4, False)
   assert report['metrics'].items() <= record[5].items()
   assert report['metrics']['loss'] == record[5]['loss']
-  skipped, made = report['attempts']
-  assert (skipped['skipped'], made['skipped']) == (True, False)
+  skipped, step = report['attempts']
+  assert (skipped['skipped'], step['skipped']) == (True, False)
   assert not math.isfinite(float(skipped['loss']))
-  assert made['loss'] == pytest.approx(record[5]['loss'], rel=1e-6)
+  assert step['loss'] == pytest.approx(record[5]['loss'], rel=1e-6)
   assert sum(np.sum(leaf['nan']) for leaf in skipped['gradients'].values()) > 0
-  # The norms that the step's own program reported, which are computed without padding and layer by layer.
-  assert norm_of(made['gradients']) == pytest.approx(record[5]['grad_norm'], rel=1e-5)
-  assert norm_of(made['weights']) == pytest.approx(record[4]['weight_norm'], rel=1e-5)
-  (activations,) = made['activations'].values()  # [1, 8, 8, 6], unpadded and finite, of a residual stream
+  # The step's own program reported the same norms, without padding.
+  assert norm_of(step['gradients']) == pytest.approx(record[5]['grad_norm'], rel=1e-5)
+  assert norm_of(step['weights']) == pytest.approx(record[4]['weight_norm'], rel=1e-5)
+  (activations,) = step['activations'].values()  # the residual stream [1, 8, 8, 6], without padding
   assert len(activations['norm']) == 1
   assert 0 < activations['max'][0] < activations['norm'][0] < math.sqrt(8 * 8 * 6) * activations['max'][0]
-  assert 0 < norm_of(made['updates']) < 0.1 * norm_of(made['weights'])
-  assert 'every bit of the metrics is as recorded' in capsys.readouterr().out
+  assert 0 < norm_of(step['updates']) < 0.1 * norm_of(step['weights'])
+  assert 'every bit of the metrics agrees with the record' in capsys.readouterr().out
 
 
 def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
-  """Also with one of which one bit is another."""
+  """A flipped bit in the checkpoint is found."""
   code, report = replay(dense, tmp_path / 'out.json', '--from', 6, '--to', 6)
   (step,) = report['steps']
   assert (code, step['different_leaves'], step['digest']) == (exit_codes.OK, [], step['saved_digest'])
@@ -95,7 +95,7 @@ def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
   assert step['different_leaves'] == ['weights/final_norm/scale']
 
 
-def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
+def test_the_first_step_that_differs_is_found(dense, tmp_path, capsys):
   other = tmp_path / 'other'
   shutil.copytree(dense, other, ignore=shutil.ignore_patterns('checkpoints'))
   lines = binary.metric_lines(dense)
@@ -106,19 +106,19 @@ def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
   assert (code, report['first_departure'], report['checkpoint']) == (exit_codes.FAILED, 6, 2)
   assert list(report['steps'][-1]['differences']) == ['loss']
   assert len(report['steps']) == 4
-  assert 'step 6 is the first that departs' in capsys.readouterr().out
+  assert 'step 6 is the first that differs' in capsys.readouterr().out
   settings = ('--against', other, '--metric', 'loss', '--tolerance', '1e-12')
   assert replay(dense, tmp_path / 'out.json', '--from', 3, '--to', 8, *settings)[0] == exit_codes.OK
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_mixture_are_named(of_sources, tmp_path):
-  """From the beginning, over two checkpoints; and the rows of one step are those that its texts say."""
-  code, report = replay(of_sources, tmp_path / 'out.json', '--from', 1, '--to', 9)
+def test_the_rows_of_a_mixture_are_described(mixture, tmp_path):
+  """Steps from the beginning pass two checkpoints; the rows of one step agree with its texts."""
+  code, report = replay(mixture, tmp_path / 'out.json', '--from', 1, '--to', 9)
   assert code == exit_codes.OK
   assert all(step['is_recorded'] for step in report['steps'])
   assert [step['step'] for step in report['steps'] if 'digest' in step] == [4, 8]
-  code, report = replay(of_sources, tmp_path / 'out.json', '--step', 11)
+  code, report = replay(mixture, tmp_path / 'out.json', '--step', 11)
   assert (code, report['checkpoint'], report['is_recorded']) == (exit_codes.OK, 8, True)
   (attempt,) = report['attempts']
   assert {len(leaf['norm']) for name, leaf in attempt['gradients'].items() if name.startswith('stack')} == {2}
@@ -127,22 +127,22 @@ def test_the_rows_of_a_mixture_are_named(of_sources, tmp_path):
   assert {row['source'] for row in rows} == {'made_up', 'texts'}
   text = '\n'.join(json.loads(line)['text'] for line in TEXTS.read_text().splitlines())
   for row in rows:
-    assert (row['source'] == 'texts') == any(TEXTS.name in place for place in row['from'])
+    assert (row['source'] == 'texts') == any(TEXTS.name in origin for origin in row['from'])
     if row['source'] == 'texts':
-      assert sum(row['tokens_per_document']) <= 8  # fewer at the end of the text
+      assert sum(row['tokens_per_document']) <= 8  # fewer at the end of an epoch
       assert len(row['tokens_per_document']) > 1 or row['begins'] in text
 
 
 @pytest.mark.parametrize(
-  'flags, said',
+  'flags, message',
   [
-    ((), 'give one of them'),
+    ((), 'needs either --step N'),
     (('--step', 0), 'must be at least 1'),
     (('--from', 5, '--to', 4), 'must be steps with 1 <= from <= to'),
-    (('--step', 9), 'step 9 is behind the last of the job, 8'),
-    (('--from', 5, '--to', 5, '--metric', 'no_such'), "--metric 'no_such' is no metric of the step"),
+    (('--step', 9), 'step 9 must be at most num_train_steps of the job, 8'),
+    (('--from', 5, '--to', 5, '--metric', 'no_such'), "--metric 'no_such' is not in"),
   ],
 )
-def test_what_cannot_be_replayed_is_refused(dense, flags, said, capsys):
+def test_invalid_flags_are_refused(dense, flags, message, capsys):
   assert binary.run_in_process('--mode', 'replay', '--job_log_dir', dense, *flags) == exit_codes.USAGE
-  assert said in capsys.readouterr().err
+  assert message in capsys.readouterr().err
