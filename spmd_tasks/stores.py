@@ -26,6 +26,7 @@ import re
 import secrets
 from typing import Any
 
+from spmd_tasks import hub
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 
@@ -197,8 +198,6 @@ def local_copies(url: str) -> list[str]:
   A copy has the modification time of its object, and is reused while time and size are equal.
   """
   if url.startswith('hf://'):
-    from spmd_tasks import hub
-
     return hub.local_copies(url)
   check_store(url)
   scheme, _, key = url.rstrip('/').partition('://')
@@ -235,8 +234,6 @@ def local_path(url: str) -> str:
 def local_folder(url: str) -> str:
   """Downloads a directory or file (see `local_copies`); returns the local path."""
   if url.startswith('hf://'):
-    from spmd_tasks import hub
-
     return hub.local_folder(url)
   copies = set(local_copies(url))
   if not copies:

@@ -27,6 +27,7 @@ from spmd_tasks.checkpoints.manifest import (
 )
 from spmd_tasks.files import is_remote
 from spmd_tasks.storage_problems import describe_storage_error
+from spmd_tasks.stores import sizes_below
 
 _MAX_LISTED = 10
 _MAX_SUFFIX_CHARS = 100  # a file name has at most 255 bytes
@@ -139,8 +140,6 @@ def verify_files(directory: epath.Path, manifest: Manifest) -> None:
   """
   sizes: dict[str, int] | None = None
   if is_remote(directory):
-    from spmd_tasks.stores import sizes_below
-
     sizes = sizes_below(directory)
 
   def problem_of(entry: FileEntry) -> str | None:

@@ -23,6 +23,7 @@ import fiddle as fdl
 from spmd_tasks import inputs, references
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import encode, encode_field, show
+from spmd_tasks.config.refusals import refuse_node, refuse_path, refuse_value
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
@@ -355,14 +356,11 @@ def parse_override(root: Any, path: ConfigPath, text: str) -> Any:
   if is_node(present):
     if text == 'None' and kind is not Any and is_of_type(None, kind):
       return None
-    from spmd_tasks.config.refusals import refuse_node
 
     refuse_node(present, name, text)
   try:
     return parse_value(text, kind)
   except ValueError:
-    from spmd_tasks.config.refusals import refuse_value
-
     refuse_value(field, kind, name, text)
 
 
@@ -372,8 +370,6 @@ def find_field(root: Any, path: ConfigPath) -> Field:
   for depth, name in enumerate(path):
     fields = fields_of(node)
     if name not in fields:
-      from spmd_tasks.config.refusals import refuse_path
-
       refuse_path(root, node, path, depth)
     field = fields[name]
     node = field.value

@@ -15,6 +15,7 @@ from absl import logging
 import jax
 
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.user_code import describe_out_of_memory
 
 # JAX's settings that change numbers.
 _NUMERIC = (
@@ -58,8 +59,6 @@ def backend_errors() -> Iterator[None]:
     yield
   except (RuntimeError, AssertionError) as error:
     if 'RESOURCE_EXHAUSTED' in str(error):
-      from spmd_tasks.user_code import describe_out_of_memory
-
       raise JobError(describe_out_of_memory(error)) from error
     names = ('JAX_PLATFORMS', 'JAX_PLATFORM_NAME')
     settings = [f'{name}={value}' for name in names if (value := os.environ.get(name))]

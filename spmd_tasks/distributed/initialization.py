@@ -22,6 +22,7 @@ from absl import logging
 import jax
 from jax.experimental import multihost_utils
 
+from spmd_tasks.distributed.rendezvous import check_explicit, connect
 from spmd_tasks.errors import UserError
 from spmd_tasks.xla_flags import add_xla_flags
 
@@ -60,8 +61,6 @@ class DistributedSettings:
     if self.cluster not in ('auto', 'none', *CLUSTERS):
       raise UserError(f"cluster={self.cluster!r} is not known: choose 'auto', 'none' or one of {', '.join(CLUSTERS)}.")
     if (self.coordinator_address, self.num_processes, self.process_id) != (None, None, None):
-      from spmd_tasks.distributed.rendezvous import check_explicit
-
       check_explicit(self)
 
   @property
@@ -89,7 +88,6 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     raise UserError('local_device_ids and coordinator_bind_address are for jobs of several processes: leave them out.')
   if is_alone:
     return False
-  from spmd_tasks.distributed.rendezvous import connect
 
   connect(settings, cluster, environ)
   return True

@@ -23,6 +23,7 @@ import jax
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit, Position
 from spmd_tasks.distributed.initialization import finish
+from spmd_tasks.distributed.rank_records import open_rank_records
 from spmd_tasks.files import is_remote
 
 if TYPE_CHECKING:
@@ -149,8 +150,6 @@ def watch_steps(
   """
   records = None
   if jax.process_count() > 1:
-    from spmd_tasks.distributed.rank_records import open_rank_records
-
     records = open_rank_records(directory)
     emergency.attach(records.describe)
   with StepWatchdog(

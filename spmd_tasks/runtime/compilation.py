@@ -11,6 +11,7 @@ import jax
 from spmd_tasks.activity import doing
 from spmd_tasks.errors import naming_own_code
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
+from spmd_tasks.runtime.tpu_options import refused_option, tpu_options
 
 # JAX (0.10 to 0.12) reports this event each time that a program is missing from its caches in memory. Reading the
 # program back from a persistent compilation cache counts too, since the step waits for that as well.
@@ -34,7 +35,6 @@ def compiler_options(devices: Iterable[jax.Device], of_tpus: Mapping[str, str] |
     num_devices = sum(other.process_index == device.process_index for other in devices)
     is_given = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
     return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
-  from spmd_tasks.runtime.tpu_options import tpu_options
 
   return tpu_options(device.device_kind, of_tpus or {})
 
@@ -97,8 +97,6 @@ class CompiledStep:
       try:
         self._compiled, self._lowered = self._lowered.compile(), None
       except jax.errors.JaxRuntimeError as error:
-        from spmd_tasks.runtime.tpu_options import refused_option
-
         raise refused_option(error) or error from error.__cause__
     self.compile_seconds = time.perf_counter() - start
 

@@ -24,6 +24,8 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 from spmd_tasks.files import append, is_remote, make_directory, open_descriptor, storage_errors, sync_path
+from spmd_tasks.runtime.metric_files import mend
+from spmd_tasks.store_files import GrowingFile
 
 METRICS_FILE = 'metrics.jsonl'
 PLACE_KEY = 'weights_from'
@@ -81,8 +83,6 @@ class JsonlWriter:
         make_directory(directory)
         append(self._path, b'')
         if os.path.getsize(self._path):
-          from spmd_tasks.runtime.metric_files import mend
-
           mend(self._path)
 
   def write(self, step: int, metrics: Metrics, place: str | None = None) -> None:
@@ -153,8 +153,6 @@ class TensorBoardWriter:
       with storage_errors(path):
         make_directory(self._directory)
         if is_remote(path):
-          from spmd_tasks.store_files import GrowingFile
-
           self._records = RecordWriter(GrowingFile(path))
         else:
           descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -30,6 +30,7 @@ from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.quantized import quantize
 from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import Quantized, is_quantized, leaf_name, replicated_spec, unbox_weights, weight_specs
 
@@ -380,8 +381,6 @@ def partition_spmd_model(
 
 def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:
   if isinstance(spec, Quantized):
-    from spmd_tasks.sharding.quantized import quantize
-
     return quantize(weight, spec)
   return weight if weight.dtype == spec.dtype else weight.astype(spec.dtype)
 
