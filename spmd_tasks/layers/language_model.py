@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention._context import balance_tokens
 from spmd_tasks.layers.attention._plain import attention_layout
 from spmd_tasks.layers.base import WithSublayers, current_layer_scope, dropout, layer_scope, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
@@ -94,7 +95,6 @@ class LanguageModel(WithSublayers, kw_only=True):
         f'balances_tokens needs rows of a multiple of {2 * layout.num_tokens} tokens (these have {x.shape[1]}) and a '
         'model without relative position biases or encoder: set it to False.'
       )
-    from spmd_tasks.layers.attention._context import balance_tokens
 
     x, text = balance_tokens((x, dict(text)), layout)
     with layer_scope(balanced_tokens=True):

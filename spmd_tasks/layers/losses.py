@@ -23,6 +23,7 @@ import numpy as np
 from spmd_tasks.errors import UserError, is_own, naming_own_code
 from spmd_tasks.layers.base import describe, train_flags
 from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.nextn import total_of_heads
 
 
 class LossOutput(struct.PyTreeNode):
@@ -411,8 +412,6 @@ class LanguageModelLoss(WithAuxLosses):
       loss = totals[0] / divisor
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
     if heads := predictions.get('nextn'):
-      from spmd_tasks.layers.nextn import total_of_heads
-
       total = total_of_heads(heads, batch, _shares_of_documents if self.normalization == 'sequences' else None)
       metrics['nextn_loss'] = (_divide(total, loss_weight), loss_weight)
       loss += predictions['nextn_loss_weight'] * (_divide(total, loss_weight) if divisor is None else total / divisor)

@@ -17,6 +17,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
+from spmd_tasks import append_objects
 from spmd_tasks.decoding import Prompt, Request
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.errors import UserError
@@ -121,7 +122,6 @@ class DecodedFile:
     with storage_errors(self._path):
       if is_remote(self._path):
         write_durably(self._path, read_appended(self._partial))
-        from spmd_tasks import append_objects
 
         append_objects.remove(self._partial)
         return

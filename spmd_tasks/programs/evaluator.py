@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd_tasks.activity import doing
 from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.comparison import refuse_differences
 from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
@@ -22,6 +23,7 @@ from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
+from spmd_tasks.runtime.metric_files import read_places
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries
 from spmd_tasks.runtime.partition import EvaluationStep
 
@@ -30,8 +32,6 @@ BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
 def refuse_other_data(topic: str, states: Mapping[str, State], limit_s: int) -> None:
   """Raises a UserError on a process whose inputs read other data than on process 0; `states` are their positions."""
-  from spmd_tasks.distributed.comparison import refuse_differences  # of several processes only
-
   data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
   refuse_differences(topic, data, limit_s=limit_s)
 
@@ -56,7 +56,7 @@ class Evaluator:
     judges = {name: getattr(eval_set, 'judge', None) for name, eval_set in self._inputs.items()}
     self._judges = None
     if any(judges.values()):
-      from spmd_tasks.programs.judges import Judges  # with all of decoding
+      from spmd_tasks.programs.judges import Judges  # with all of decoding: 0.7 s
 
       self._judges = Judges(job, model, {name: judge for name, judge in judges.items() if judge is not None})
       keeps_examples = keeps_examples or self._judges.want_scores
@@ -112,8 +112,6 @@ class Evaluator:
 
   def is_recorded(self, name: str, step: int, place: str | None = None) -> bool:
     """Returns whether the set's metrics file has a line of `step` with weights from `place`."""
-    from spmd_tasks.runtime.metric_files import read_places
-
     directory = self._directory(name)
     with storage_errors(directory / METRICS_FILE), contextlib.suppress(FileNotFoundError):
       return (step, place) in read_places(directory)

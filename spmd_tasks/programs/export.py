@@ -12,6 +12,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import call, formats
 from spmd_tasks.files import absolute_path, is_remote, storage_errors
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices
+from spmd_tasks.stores import sizes_below, upload
 
 
 def run(command: Any) -> int:
@@ -24,7 +25,6 @@ def run(command: Any) -> int:
     target, settings = absolute_path(flags.out), {'step': flags.checkpoint_step, 'mesh': mesh}
     if not is_remote(target):
       return call(exporters[name], opened, target, **settings)
-    from spmd_tasks.stores import sizes_below, upload
 
     if sizes_below(target):
       raise UserError(f'{target} exists: name a folder that does not, or move it away.')

@@ -44,15 +44,18 @@ from spmd_tasks.programs.evaluator import Evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput, steady_now
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, SavedSteps
 from spmd_tasks.programs.progress import Progress, format_metrics
+from spmd_tasks.programs.trackers import tracker_classes
 from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.flops import peak_steps_per_second
 from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics, make_writer, scalars, split_summaries
 from spmd_tasks.runtime.origin import saved_part
 from spmd_tasks.sharding import infer_partition_spec_based_on_rank
 from spmd_tasks.sharding.specs import even_spec, num_parts, spec_axes
 from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, is_quantized
+from spmd_tasks.stores import upload
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
 # second. A larger one is written while training goes on.
@@ -324,8 +327,6 @@ class Track(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     """Raises a UserError for a tracker that is not known or not installed."""
-    from spmd_tasks.programs.trackers import tracker_classes
-
     self._classes = tracker_classes(run.experiment.trackers)
 
   def start(self, run: TrainRun) -> None:
@@ -436,7 +437,6 @@ class LogMetrics(TrainHook):
     peak, self._num_uneven = None, 1
     if jax.devices()[0].platform != 'cpu':  # no CPU's peak is known
       self._num_uneven = 2  # the second step runs while the hooks of the first one compile
-      from spmd_tasks.runtime.flops import peak_steps_per_second
 
       peak = peak_steps_per_second(run.model)
     self._rates = StepRates(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
@@ -612,7 +612,7 @@ class Sample(TrainHook):
   """Writes texts that the model generates from the sample prompts, every `sample_every_steps` (samples.py)."""
 
   def prepare(self, run: TrainRun) -> None:
-    from spmd_tasks.programs.samples import SampleWriter  # with all of decoding
+    from spmd_tasks.programs.samples import SampleWriter  # with all of decoding: 0.7 s
 
     self._every_steps = run.experiment.sample_every_steps
     self._writer = SampleWriter(run.job, run.model, run.job_log_dir)
@@ -808,8 +808,6 @@ class Profile(TrainHook):
       with storage_errors(self._directory):
         jax.profiler.stop_trace()
         if is_remote(self._directory):
-          from spmd_tasks.stores import upload
-
           upload(self._local, self._directory)
 
 

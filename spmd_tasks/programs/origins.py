@@ -20,6 +20,7 @@ from spmd_tasks.files import absolute_path
 from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
 from spmd_tasks.runtime.partition import Part
@@ -65,8 +66,6 @@ class OtherJob(Origin):
       return RestoredVariables(variables, step, str(other.path / f'checkpoint_{step:08d}'))
 
   def _initialize(self, model: PartitionedModel, other: Checkpointer, seed: int) -> tuple[TrainState, int]:
-    from spmd_tasks.programs.upcycling import initialize_from
-
     return initialize_from(model, other, seed, self.step)
 
   @contextlib.contextmanager

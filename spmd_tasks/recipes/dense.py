@@ -9,6 +9,8 @@ from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
   LanguageModelLoss,
+  NextnHead,
+  NextnLanguageModel,
   RmsNorm,
   TokenEmbedding,
   TransformerBlock,
@@ -76,7 +78,6 @@ class DenseLanguageModel(TextTraining):
       return model
     if num < 1:
       raise UserError(f'num_nextn_predict_layers = {num} must be at least 0.')
-    from spmd_tasks.layers import NextnHead, NextnLanguageModel  # for few models
 
     stack = fdl.Config(TransformerStack, block=self.block(self.ffn()), num_layers=1, remat_policy=self.remat_policy)
     head = fdl.Config(NextnHead, stack=stack, norm=fdl.copy_with(model.final_norm))

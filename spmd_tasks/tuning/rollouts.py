@@ -23,6 +23,7 @@ from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import State
 from spmd_tasks.programs.hooks import TrainHook, TrainRun, is_multiple
+from spmd_tasks.programs.restore import initial_state
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import METRICS_FILE, make_writer
@@ -99,8 +100,6 @@ class MakeRollouts(TrainHook):
   def start(self, run: TrainRun) -> None:
     self._reference = None
     if self._input.has_reference:
-      from spmd_tasks.programs.restore import initial_state
-
       self._reference = initial_state(run.model, run.experiment)[0].variables
     if self._eval_records is not None:
       directory = run.job_log_dir / 'eval_rewards'

@@ -18,6 +18,7 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification._agreement import Agreement, Difference, Trajectory, agree
+from spmd_tasks.verification._by_hand import ByHand
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Mesh, Setting, Source, draw_batches, scaled_mesh, smaller_meshes
 
@@ -52,8 +53,6 @@ class Bench:
 
   def _compile(self, setting: Setting) -> Any:
     if setting.by_hand:
-      from spmd_tasks.verification._by_hand import ByHand
-
       return ByHand(self.source, setting)
     runner = Runner(self.source, setting)
     runner.model.train_step.compile()

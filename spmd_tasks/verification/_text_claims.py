@@ -33,6 +33,7 @@ from spmd_tasks.layers.adapter import map_parts
 from spmd_tasks.layers.moe import CapacityGather, Dropless
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.compilation import StepsByShape
+from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, reduced, skipped
 from spmd_tasks.verification._runner import Runner
@@ -356,8 +357,6 @@ def _without_drops(job: Job) -> Job:
 @functools.lru_cache(maxsize=2)
 def _programs(runner: Any) -> Any:
   """Settings of rollouts, what samples and what scores them, compiled once."""
-  from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer
-
   settings = dataclasses.replace(runner.job.train_input, environment=None, rewards={'no:rewards': 1.0})
   sampler = RolloutSampler(settings, runner.model, seed=runner.job.experiment.seed)
   return settings, sampler, RolloutScorer(settings, runner.model)

@@ -25,7 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered, balance_tokens
+from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, attention_layout
+from spmd_tasks.layers.attention._splash import attend_by_splash
 from spmd_tasks.layers.base import current_layer_scope, layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
@@ -86,8 +90,6 @@ def attend(
   )
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
   if current_layer_scope().balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
-    from spmd_tasks.layers.attention._context import balance_tokens
-
     given = query, key, value, segment_ids, prefix_mask
     query, key, value, segment_ids, prefix_mask = balance_tokens(given, layout, back=True)
     how: Any = {'prefix_mask': prefix_mask, 'implementation': implementation, 'split_dims': split_dims}
@@ -98,26 +100,15 @@ def attend(
     segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
     options = dataclasses.replace(options, has_prefix=True)
   heads = Heads(query, key, value, segment_ids, segment_ids if key_segments is None else key_segments)
-  # An implementation is imported where it is used.
   if name == 'ring':
-    from spmd_tasks.layers.attention._context import attend_by_ring
-
     return attend_by_ring(heads, options, layout=layout)
   if name == 'splash':
-    from spmd_tasks.layers.attention._splash import attend_by_splash
-
     return attend_by_splash(heads, options, layout=layout, interpret=call.platform != 'tpu')
   if name == 'cudnn':
-    from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
-
     return attend_by_cudnn(heads, options, layout=layout, has_offsets=is_hopper)
   if call.num_token_parts > 1:
-    from spmd_tasks.layers.attention._context import attend_gathered
-
     return attend_gathered(heads, options, layout=layout, block=BLOCK if name == 'blockwise' else query.shape[1])
   if name == 'blockwise':
-    from spmd_tasks.layers.attention._blockwise import attend_blockwise
-
     return attend_blockwise(heads, options)
   return attend_plainly(heads, options)
 
