@@ -54,7 +54,7 @@ def test_the_largest_dim_of_a_plain_kernel_is_split_as_the_experiment_says(name,
 def test_fields_of_built_objects_can_be_set():
   job = resolve(NAME, ['task.learner.clip_global_norm=0.5', 'task.eval_with_ema=true', 'task.learner.ema_decay=0.9'])
   assert job.build().task.learner.clip_global_norm == 0.5
-  with pytest.raises(ValueError, match='pass a function of the learning rate'):
+  with pytest.raises(ValueError, match='pass a factory that takes learning_rate'):
     resolve(NAME, ['task.learner.optimizer.learning_rate=0.1']).build()
 
 
