@@ -1,9 +1,9 @@
-"""Finds the weights of a model that can have low-rank adapters, and the adapters that they have; adds and removes some.
+"""Finds, adds and removes the adapters of a model's weights.
 
 adaptable_weights(model)     # {'stack/layers/attention/query/kernel': (attention layer, 'query'), ...}
 add_adapters(model, ('attention/',), LowRankAdapter(rank=8, alpha=16.0))     # to the config of a model
 adapters_of(model)           # {'stack/layers/attention/query/kernel': LowRankAdapter(rank=8, alpha=16.0)}
-without_adapters(model)      # the base that they belong to
+without_adapters(model)      # the base model
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from spmd_tasks.layers.linear import adapter_of
 from spmd_tasks.sharding.weight_names import matching_names
 
 if TYPE_CHECKING:
-  import fiddle as fdl  # which those who read weights do without
+  import fiddle as fdl  # imported only by functions, because reading weights does not need it
 
-# A field that holds templates of sublayers -> the names of their weights' directories, where they have others.
+# Fields with sublayers -> the names of their weights, if different from the field's name.
 _CHILDREN = {'block': 'layers', 'blocks': 'block_{}', 'stacks': 'stack_{}'}
 
 
 class AdapterNames:
-  """The names of an adapter's weights: of the kernel, of A, of B, and of DoRA's magnitude."""
+  """The names of a kernel, of its adapter's weights A and B, and of DoRA's magnitude."""
 
   def __init__(self, *, kernel: str):
     parent, slash, name = kernel.rpartition('/')
@@ -34,22 +34,23 @@ class AdapterNames:
 
 
 def adaptable_weights(model: Any) -> dict[str, tuple[Any, str]]:
-  """Finds the weights of a model that can have adapters: weight name -> (layer, name of its projection).
+  """Returns the weights of a model that can have adapters: name of the weight -> (layer, name of the projection).
+
+  A layer lists its adaptable projections in a static method `adaptable` (layers/adapter.py).
 
   Args:
-    model: an unbound module, or a config of one; the layers found are modules or configs likewise. A layer says by a
-      static method `adaptable` which of its projections they are (layers/adapter.py).
+    model: an unbound module, or a config of one; the layers are then modules, or configs.
   """
   import fiddle as fdl
 
-  found: dict[str, tuple[Any, str]] = {}
+  weights: dict[str, tuple[Any, str]] = {}
 
   def visit(node: Any, path: tuple[str, ...]) -> None:
     cls = fdl.get_callable(node) if isinstance(node, fdl.Buildable) else type(node)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
       return
     if adaptable := getattr(cls, 'adaptable', None):
-      found.update({'/'.join((*path, weight)): (node, name) for name, weight in adaptable(node).items()})
+      weights.update({'/'.join((*path, weight)): (node, name) for name, weight in adaptable(node).items()})
     for field in dataclasses.fields(cls):
       if field.name in ('parent', 'name') or not field.init:
         continue
@@ -62,49 +63,48 @@ def adaptable_weights(model: Any) -> dict[str, tuple[Any, str]]:
         visit(value, (*path, name))
 
   visit(model, ())
-  return found
+  return weights
 
 
 def adapters_of(model: Any) -> dict[str, Any]:
-  """Returns the adapters of a model, or their configs, by the names of the weights that they belong to."""
-  found = {name: adapter_of(layer.adapters, own) for name, (layer, own) in adaptable_weights(model).items()}
-  return {name: adapter for name, adapter in found.items() if adapter is not None}
+  """Returns the adapters of a model, or their configs, by the names of their kernels."""
+  weights = adaptable_weights(model).items()
+  adapters = {name: adapter_of(layer.adapters, projection) for name, (layer, projection) in weights}
+  return {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-  """Returns an unbound module like `model` in which no layer has an adapter: the base that its adapters belong to."""
+  """Returns the base model: an unbound module like `model`, but without adapters."""
   return map_adapters(model, lambda adapter: None)
 
 
 def add_adapters(
   model: 'fdl.Config', patterns: Sequence[str], adapter: WeightAdapter, *, setting: str = 'patterns'
 ) -> list[str]:
-  """Gives an adapter to each weight whose name a pattern is found in; returns the names.
+  """Adds an adapter to each weight whose name matches a pattern; returns the names of the weights.
 
   Args:
-    model: the config of a LanguageModel, which is changed. A weight that has an adapter gets this one instead.
+    model: the config of a LanguageModel, which is changed; the adapter replaces an adapter that a weight already has.
     patterns: regular expressions that are searched in names such as 'stack/layers/attention/query/kernel'.
-    adapter: its settings; `names` is not read.
-    setting: where the patterns are from, for errors.
+    adapter: the adapter; its `names` are ignored.
+    setting: the name of the setting that has the patterns, for errors.
 
-  Raises:
-    UserError: a pattern is in no name; the message names near ones.
+  Raises a UserError, with similar names, if a pattern matches no name.
   """
   import fiddle as fdl
 
-  places = adaptable_weights(model)
-  names = matching_names(patterns, places, setting=setting)
-  chosen: dict[int, tuple[Any, list[str]]] = {}
+  weights = adaptable_weights(model)
+  names = matching_names(patterns, weights, setting=setting)
+  projections_of_layer: dict[int, tuple[Any, list[str]]] = {}
   for name in names:
-    layer, projection = places[name]
-    chosen.setdefault(id(layer), (layer, []))[1].append(projection)
-  for layer, projections in chosen.values():
-    kept = []
+    layer, projection = weights[name]
+    projections_of_layer.setdefault(id(layer), (layer, []))[1].append(projection)
+  for layer, projections in projections_of_layer.values():
+    others = []
     for other in layer.adapters:
-      others = tuple(name for name in other.names if name not in projections)
-      if others:
-        other.names = others
-        kept.append(other)
+      if remaining := tuple(name for name in other.names if name not in projections):
+        other.names = remaining
+        others.append(other)
     settings = {field.name: getattr(adapter, field.name) for field in dataclasses.fields(cast(Any, adapter))}
-    layer.adapters = (*kept, fdl.Config(type(adapter), **settings | {'names': tuple(projections)}))
+    layer.adapters = (*others, fdl.Config(type(adapter), **settings | {'names': tuple(projections)}))
   return names

@@ -1,14 +1,14 @@
-"""Several low-rank adapters beside one kernel: each row of a batch has one of them, or none.
+"""Several low-rank adapters of one kernel: each row of a batch selects one of them, or none.
 
     adapter = AdapterChoices(rank=16, choices=('french', 'legal'))
     linear = Linear(output_dims=64, product=adapter.of_rows(jnp.array([0, 2, 1])))    # none, 'legal', 'french'
     y = linear(x)                                                                     # x [B, T, I]
 
-The adapters are stacked, so that one compiled step computes every mix of them (Chen et al., "Punica", 2023; Sheng et
-al., "S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Number 0 is all zeros: its rows have the bits of the kernel alone.
-No row depends on the adapters of the others.
+The adapters are stacked, so that one compiled step computes any mix of them (Chen et al., "Punica", 2023; Sheng et al.,
+"S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Adapter 0 is all zeros: its rows are bit for bit those of the kernel
+alone. No row depends on the adapters of other rows.
 
-Shapes: B rows, T tokens, N adapters with that of number 0; I the dims of a kernel that are contracted, O the others,
+Shapes: B rows, T tokens, N adapters including adapter 0, I the dims of a kernel that are contracted, O its other dims,
 R rank.
 """
 
@@ -23,19 +23,19 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter
 from spmd_tasks.sharding import constrain
 
-# With more adapters per row than this, a step gathers those of its rows instead of multiplying by all. A gathered copy
-# is read, written and read again: three times the traffic; the rest of the factor is a guess.
+# With more adapters per row, a step gathers the adapters of its rows instead of multiplying by all. A gathered copy is
+# read, written and read again, which triples the memory traffic; the rest of the factor is a guess.
 _MAX_ADAPTERS_PER_ROW = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterChoices(WeightAdapter):
-  """Settings of adapters to choose from. They are only read from elsewhere, each with its own scale in its B.
+  """The settings of stacked adapters, which are read from elsewhere, with their scales included in B.
 
   Attributes:
-    rank: the largest.
-    choices: their names.
-    names: the projections that have them, where a layer has several.
+    rank: the largest rank.
+    choices: the names of the adapters.
+    names: the projections that have the adapters, if a layer has several.
   """
 
   rank: int
@@ -51,7 +51,7 @@ class AdapterChoices(WeightAdapter):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ChosenAdapters(WeightAdapter):
-  """Adapters of which row b has number numbers[b], int32 [B]."""
+  """Stacked adapters of which row b selects numbers[b], int32 [B]."""
 
   names: tuple[str, ...]
   settings: AdapterChoices
@@ -63,7 +63,7 @@ class _ChosenAdapters(WeightAdapter):
 
 @dataclasses.dataclass(frozen=True)
 class _StackedKernel(AdaptedKernel):
-  """A kernel with A [N, I..., R] and B [N, R, O...]; without numbers no row has an adapter."""
+  """A kernel with A [N, I..., R] and B [N, R, O...]; no row has an adapter if `numbers` is None."""
 
   settings: AdapterChoices
   declared: DeclaredKernel
@@ -78,19 +78,19 @@ class _StackedKernel(AdaptedKernel):
 
   def kernel(self) -> jax.Array:
     raise UserError(
-      f'adapters to choose from ({", ".join(self.settings.choices)}) cannot join a kernel that all rows share, as '
-      "those of experts and of latent attention's kv_up do: serve such an adapter alone (a job: --job_log_dir), or "
-      'merge it (--mode export --format hf).'
+      f"the adapters {', '.join(self.settings.choices)} cannot be selected per row in experts or in latent attention's "
+      'kv_up, whose kernel all rows share: serve one adapter alone (--job_log_dir), or merge it '
+      '(--mode export --format hf).'
     )
 
   def _products(self, x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Returns x . A . B by each row's own A and B, [B, T..., O...] for x [B, T..., I...]."""
+    """Returns x . A . B with each row's A and B, [B, T..., O...] for x [B, T..., I...]."""
     a, b, num_input_dims = self.a, self.b, self.declared.num_input_dims
     num_token_dims, token_split_dims = x.ndim - num_input_dims, self.declared.token_split_dims
     input_dims = tuple(range(num_token_dims, x.ndim))
     if math.prod(x.shape[1:num_token_dims]) == 1 and a.shape[0] <= _MAX_ADAPTERS_PER_ROW * x.shape[0]:
-      # A step, which waits for the memory: all adapters in one product, where each row keeps its own, read each once.
-      # Gathered, a copy of one adapter per row would be written and read.
+      # A decoding step is memory-bound: one product with all adapters reads each once, and masks the others' results.
+      # Gathering would write and read a copy of an adapter for each row.
       y = jnp.tensordot(x, a, axes=(input_dims, tuple(range(1, 1 + num_input_dims))))  # [B, T..., N, R]
       is_own = numbers[:, None] == jnp.arange(a.shape[0])[None, :]
       y = jnp.where(is_own.reshape(x.shape[0], *[1] * (num_token_dims - 1), a.shape[0], 1), y, 0)

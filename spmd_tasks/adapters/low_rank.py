@@ -1,15 +1,15 @@
-"""Low-rank adapters (LoRA): a small trained product of two matrices beside a frozen kernel.
+"""Low-rank adapters (LoRA): a small trained product of two matrices is added to a frozen kernel.
 
     Linear(output_dims=64, product=LowRankAdapter(rank=8, alpha=16.0))    # y = x . W + alpha / rank * (x . A) . B
 
-After Hu et al., "LoRA" (arXiv 2106.09685); `use_rslora` after Kalajdzievski (arXiv 2312.03732); `use_dora` after Liu et
-al., "DoRA" (arXiv 2402.09353). B starts at zero, so that the model starts as the one that it adapts, bit for bit.
+From Hu et al., "LoRA" (arXiv 2106.09685); `use_rslora` from Kalajdzievski (arXiv 2312.03732); `use_dora` from Liu et
+al., "DoRA" (arXiv 2402.09353). B is initially zero, so that the model starts bit for bit as its base model.
 
-The weights of an adapter lie beside the weight that it adapts, and are split and padded like it: `kernel` [I..., O...]
-has `lora_a` [I..., R], `lora_b` [R, O...] and with DoRA `lora_magnitude` [O...]. A weight that is not called `kernel`,
-such as `up` of experts, has `up_lora_a` and `up_lora_b`. adapted_weights.py finds them in a model.
+An adapter's weights are siblings of its kernel, and sharded and padded like it: `kernel` [I..., O...] has `lora_a`
+[I..., R], `lora_b` [R, O...] and, with DoRA, `lora_magnitude` [O...]. A kernel with another name, such as `up` of
+experts, has `up_lora_a` and `up_lora_b`. adapted_weights.py finds them in a model.
 
-Shapes: I the dims of a kernel that are contracted, O the others, R rank, E experts.
+Shapes: I the dims of a kernel that are contracted, O its other dims, R rank, E experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ class LowRankAdapter(WeightAdapter):
   Attributes:
     rank: R.
     alpha: the product is multiplied by alpha / rank.
-    dropout_rate: of the adapter's input in training; needs the rng `dropout`. For a kernel that adapters join, as those
-      of experts, it is drawn once a microbatch for each expert and input feature, and not anew for each token.
-    use_rslora: divides by the root of the rank instead, so that the rank does not change the size of steps.
-    use_dora: also trains the length of each column of the adapted kernel.
-    names: the projections that have it, where a layer has several.
+    dropout_rate: dropout of the adapter's input in training, with the rng `dropout`. If the product is added to the
+      kernel itself, as in experts, all tokens of a microbatch share the mask of each expert and input feature.
+    use_rslora: divides alpha by the square root of the rank, so that the rank does not change the size of updates.
+    use_dora: also trains the norm of each column of the adapted kernel.
+    names: the projections that have the adapter, if a layer has several.
   """
 
   rank: int
@@ -50,11 +50,11 @@ class LowRankAdapter(WeightAdapter):
 
   def __post_init__(self):
     if not isinstance(self.rank, int) or self.rank < 1:
-      raise UserError(f'the rank of an adapter is {self.rank!r}; it must be 1 or more, such as 8.')
+      raise UserError(f'rank {self.rank!r} of an adapter must be at least 1, such as 8.')
     if not self.alpha > 0:
-      raise UserError(f'alpha of an adapter is {self.alpha!r}; it must be more than 0, such as twice the rank.')
+      raise UserError(f'alpha {self.alpha!r} of an adapter must be positive, such as twice the rank.')
     if not 0 <= self.dropout_rate < 1:
-      raise UserError(f'dropout_rate of an adapter is {self.dropout_rate!r}; it must be in [0, 1).')
+      raise UserError(f'dropout_rate {self.dropout_rate!r} of an adapter must be in [0, 1).')
 
   @property
   def scale(self) -> float:
@@ -62,7 +62,7 @@ class LowRankAdapter(WeightAdapter):
     return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
   def adapt(self, kernel: DeclaredKernel) -> '_LowRankKernel':
-    """Declares A uniform within +-1 / sqrt(I), as in `peft`, B zero, and DoRA's magnitudes as those of the kernel."""
+    """Declares A, uniform in +-1 / sqrt(I) as in `peft`, B, zero, and with DoRA the norms of the kernel's columns."""
     a, b = declare_product(kernel, self.rank)
     if kernel.token_split_dims is not None:
       a, b = (
@@ -73,9 +73,9 @@ class LowRankAdapter(WeightAdapter):
     return _LowRankKernel(self, kernel, a, b, scale)
 
   def _declare_magnitude(self, kernel: DeclaredKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns DoRA's magnitudes [E?, O...] divided by the lengths of the adapted kernel's columns.
+    """Returns DoRA's magnitudes [E?, O...] divided by the norms of the adapted kernel's columns.
 
-    As in the paper (section 4.3) and in `peft`, no gradient goes through the lengths.
+    As in the paper (section 4.3) and in `peft`, the norms have no gradient.
     """
     num_stacked, num_inputs = kernel.num_stacked_dims, kernel.num_input_dims
     product = low_rank_product(self, a, b, num_stacked).astype(jnp.float32)
@@ -84,16 +84,16 @@ class LowRankAdapter(WeightAdapter):
       kernel.module,
       f'{kernel.prefix}lora_magnitude',
       shape=_without_inputs(kernel, kernel.value.shape),
-      init=lambda rng, shape, dtype: column_lengths(kernel.value, num_inputs, num_stacked).astype(dtype),
+      init=lambda rng, shape, dtype: column_norms(kernel.value, num_inputs, num_stacked).astype(dtype),
       split_dims=kernel.split_dims and _without_inputs(kernel, kernel.split_dims),
       tags=(ADAPTER_TAG, 'no_decay', *kernel.tags),
     )
-    return (magnitude / column_lengths(adapted, num_inputs, num_stacked)).astype(kernel.dtype)
+    return (magnitude / column_norms(adapted, num_inputs, num_stacked)).astype(kernel.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _LowRankKernel(AdaptedKernel):
-  """A kernel with A [E?, I..., R], B [E?, R, O...] and factors of its columns [E?, O...], cast for the computation."""
+  """A kernel with A [E?, I..., R], B [E?, R, O...] and scales of its columns [E?, O...], in the computation's dtype."""
 
   adapter: LowRankAdapter
   declared: DeclaredKernel
@@ -120,7 +120,7 @@ class _LowRankKernel(AdaptedKernel):
     return adapted * jnp.expand_dims(self.scale, _input_dims(num_stacked, declared.num_input_dims))
 
   def _dropped(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns x with dropout; one number is drawn for each place of the shape."""
+    """Applies dropout to x, with a mask of `shape`."""
     rate, module = self.adapter.dropout_rate, self.declared.module
     if not rate or not module.has_rng('dropout'):
       return x
@@ -128,10 +128,10 @@ class _LowRankKernel(AdaptedKernel):
 
 
 def declare_product(kernel: DeclaredKernel, rank: int, num_choices: int | None = None) -> tuple[jax.Array, jax.Array]:
-  """Declares A and B of an adapter, or the stacks of several, [N, ...]; returns them in the computation's dtype."""
+  """Declares A and B of an adapter, or of stacked adapters [N, ...]; returns them in the computation's dtype."""
   shape, num_stacked, end = kernel.value.shape, kernel.num_stacked_dims, kernel.num_stacked_dims + kernel.num_input_dims
   bound = 1 / math.sqrt(math.prod(shape[num_stacked:end]))
-  choices = () if num_choices is None else (num_choices,)  # in front of all other dims, and not split
+  choices = () if num_choices is None else (num_choices,)  # the first dim, which is not sharded
   a_split_dims, b_split_dims = _product_split_dims(kernel)
 
   def declare(name: str, shape: tuple[int, ...], init: Any, split_dims: Any, num_input_dims: int) -> jax.Array:
@@ -167,7 +167,7 @@ def _input_dims(num_stacked_dims: int, num_input_dims: int) -> tuple[int, ...]:
   return tuple(range(num_stacked_dims, num_stacked_dims + num_input_dims))
 
 
-def column_lengths(kernel: jax.Array, num_input_dims: int, num_stacked_dims: int = 0) -> jax.Array:
+def column_norms(kernel: jax.Array, num_input_dims: int, num_stacked_dims: int = 0) -> jax.Array:
   """Returns the L2 norms of a kernel's columns, float32 [E?, O...] for [E?, I..., O...]."""
   dims = _input_dims(num_stacked_dims, num_input_dims)
   return jnp.sqrt(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=dims))
@@ -184,12 +184,12 @@ def low_rank_product(adapter: LowRankAdapter, a: Any, b: Any, num_stacked_dims: 
 def merge_low_rank(
   adapter: LowRankAdapter, kernel: Any, a: Any, b: Any, magnitude: Any = None, *, num_stacked_dims: int = 0
 ) -> Any:
-  """Returns the kernel that computes alone what it computes with its adapter, float32.
+  """Returns a kernel, float32, that computes the same without the adapter.
 
   Args:
-    adapter: the settings.
+    adapter: the settings of the adapter.
     kernel, a, b, magnitude: the weights; `magnitude` for DoRA only.
-    num_stacked_dims: how many leading dims count layers and experts.
+    num_stacked_dims: the number of leading dims for layers and experts.
   """
   adapted = kernel.astype(jnp.float32) + low_rank_product(
     adapter, a.astype(jnp.float32), b.astype(jnp.float32), num_stacked_dims
@@ -197,7 +197,7 @@ def merge_low_rank(
   if magnitude is None:
     return adapted
   num_inputs = kernel.ndim - magnitude.ndim
-  lengths = column_lengths(adapted, num_inputs, num_stacked_dims)
-  # Padding has columns of length 0.
-  scale = jnp.where(lengths > 0, magnitude.astype(jnp.float32) / jnp.where(lengths > 0, lengths, 1.0), 0.0)
+  norms = column_norms(adapted, num_inputs, num_stacked_dims)
+  # Columns of padding have norm 0.
+  scale = jnp.where(norms > 0, magnitude.astype(jnp.float32) / jnp.where(norms > 0, norms, 1.0), 0.0)
   return adapted * jnp.expand_dims(scale, _input_dims(num_stacked_dims, num_inputs))

@@ -1,4 +1,4 @@
-"""Low-rank adapters of Linears and experts: the published formulas, the base's numbers at the start, merging."""
+"""Low-rank adapters of Linears and experts compute the published formulas, start as their base, and can be merged."""
 
 import functools
 
@@ -26,8 +26,8 @@ KINDS = {
 }
 
 
-def drawn(module, *inputs, seed=1):
-  """Random weights of a module, none of them zero."""
+def random_weights(module, *inputs, seed=1):
+  """Returns random weights of a module, none of them zero."""
   shapes = unbox_weights(jax.eval_shape(module.init, jax.random.key(0), *inputs)['params'])
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * 0.3).astype(leaf.dtype), shapes)
@@ -39,10 +39,10 @@ def apply(module, weights, *inputs, **settings):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_a_linear_computes_the_published_formula_and_so_does_its_merged_kernel(kind):
+def test_a_linear_and_its_merged_kernel_compute_the_published_formula(kind):
   adapter = KINDS[kind]
   linear = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, product=adapter)
-  weights = drawn(linear, X)
+  weights = random_weights(linear, X)
   kernel, a, b = (np.asarray(weights[name], np.float64) for name in ('kernel', 'lora_a', 'lora_b'))
   adapted = kernel + (6 / np.sqrt(2) if kind == 'rslora' else 6 / 2) * np.tensordot(a, b, 1)
   if kind == 'dora':
@@ -54,12 +54,12 @@ def test_a_linear_computes_the_published_formula_and_so_does_its_merged_kernel(k
   )
   np.testing.assert_allclose(merged, adapted, rtol=1e-5, atol=1e-6)
   plain = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None)
-  alone = apply(plain, {'kernel': merged, 'bias': weights['bias']}, X)
-  np.testing.assert_allclose(alone, expected, rtol=1e-5, atol=1e-5)
+  y = apply(plain, {'kernel': merged, 'bias': weights['bias']}, X)
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
-  plain, adapted = (Linear(output_dims=64, split_dims=None, product=each) for each in (None, KINDS['lora']))
+def test_a_new_adapter_changes_no_bit_and_is_initialized_as_in_peft():
+  plain, adapted = (Linear(output_dims=64, split_dims=None, product=adapter) for adapter in (None, KINDS['lora']))
   x = X.reshape(10, 12)
   y, before = plain.init_with_output(jax.random.key(0), x)
   z, after = adapted.init_with_output(jax.random.key(0), x)
@@ -68,10 +68,10 @@ def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
   assert a.shape == (12, 2)
   assert 0.5 * 12**-0.5 < np.abs(a).max() <= 12**-0.5  # uniform; 24 draws
   assert not np.any(unbox_weights(after['params'])['lora_b'])
-  np.testing.assert_array_equal(*(unbox_weights(each['params'])['kernel'] for each in (before, after)))
+  np.testing.assert_array_equal(*(unbox_weights(variables['params'])['kernel'] for variables in (before, after)))
 
 
-def test_dropout_is_of_the_adapters_input_and_in_training_only():
+def test_dropout_applies_to_the_adapter_s_input_in_training_only():
   linear = Linear(output_dims=4, split_dims=None, product=LowRankAdapter(rank=12, alpha=12.0, dropout_rate=0.5))
   x = np.ones((1000, 12), np.float32)
   weights = {'kernel': np.zeros((12, 4)), 'lora_a': np.eye(12), 'lora_b': np.full((12, 4), 1 / 12)}
@@ -82,7 +82,7 @@ def test_dropout_is_of_the_adapters_input_and_in_training_only():
 
 
 @pytest.mark.parametrize('use_dora', [False, True])
-def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied(use_dora):
+def test_the_logits_can_have_an_adapter_if_the_embedding_is_not_tied(use_dora):
   adapter = LowRankAdapter(rank=2, alpha=2.0, use_dora=use_dora, names=('softmax_kernel',))
   embedding = TokenEmbedding(vocab_size=9, embed_dim=12, tied=False, adapters=(adapter,))
   x = X.reshape(2, 5, 12)
@@ -92,16 +92,16 @@ def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied(use_dora):
     def __call__(self, x):
       return embedding.copy(name='embedding').attend(x)
 
-  weights = drawn(Logits(), x)
-  own = weights['embedding']
-  parts = [own.get(f'softmax_kernel{part}') for part in ('', '_lora_a', '_lora_b', '_lora_magnitude')]
+  weights = random_weights(Logits(), x)
+  names = [f'softmax_kernel{part}' for part in ('', '_lora_a', '_lora_b', '_lora_magnitude')]
+  parts = [weights['embedding'].get(name) for name in names]
   kernel = merge_low_rank(adapter, *parts)
   np.testing.assert_allclose(apply(Logits(), weights, x), x @ np.asarray(kernel), rtol=1e-4, atol=1e-5)
   assert not adaptable_weights(TokenEmbedding(vocab_size=9, embed_dim=12))
 
 
 class OfWidth12(Experts):
-  """Experts that need no argument."""
+  """Experts that can be called without an argument."""
 
   @nn.compact
   def __call__(self, model_dim=12):
@@ -109,12 +109,12 @@ class OfWidth12(Experts):
 
 
 @pytest.mark.parametrize('use_dora', [False, True])
-def test_experts_drop_inputs_and_have_lengths_as_float64_says(use_dora):
-  """Effective kernels and their gradients; DoRA's go around the lengths. Dropout takes an input from all tokens."""
+def test_experts_with_dropout_and_dora_agree_with_float64(use_dora):
+  """Compares adapted kernels and gradients. DoRA's norms have no gradient; all tokens share a dropout mask."""
   adapter = LowRankAdapter(rank=2, alpha=6.0, dropout_rate=0.25, use_dora=use_dora, names=('up', 'gate', 'down'))
   experts = OfWidth12(num_experts=3, hidden_dim=5, adapters=(adapter,))
-  weights = drawn(experts)
-  seen = np.random.default_rng(2).normal(size=(3, 12, 5))
+  weights = random_weights(experts)
+  cotangent = np.random.default_rng(2).normal(size=(3, 12, 5))
 
   def up(weights, **settings):
     return experts.apply({'params': weights}, **settings).up
@@ -122,22 +122,22 @@ def test_experts_drop_inputs_and_have_lengths_as_float64_says(use_dora):
   exact = {name: np.asarray(weights[f'up{name}'], np.float64) for name in ('', '_lora_a', '_lora_b')}
   kernel, a, b = exact.values()
   adapted = kernel + 3 * a @ b
-  lengths = np.linalg.norm(adapted, axis=1, keepdims=True)
-  magnitude = np.asarray(weights['up_lora_magnitude'])[:, None] if use_dora else lengths
+  norms = np.linalg.norm(adapted, axis=1, keepdims=True)
+  magnitude = np.asarray(weights['up_lora_magnitude'])[:, None] if use_dora else norms
   with jax.default_matmul_precision('highest'):
-    np.testing.assert_allclose(up(weights), adapted * magnitude / lengths, rtol=1e-5, atol=1e-5)
-    found = jax.jit(jax.grad(lambda weights: jax.numpy.sum(up(weights) * seen)))(weights)
-    dropped = np.asarray(jax.jit(functools.partial(up, rngs={'dropout': jax.random.key(3)}))(weights))
-  through = seen * magnitude / lengths
-  near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-  near(found['up_lora_a'], 3 * through @ b.swapaxes(1, 2))
-  near(found['up_lora_b'], 3 * a.swapaxes(1, 2) @ through)
+    np.testing.assert_allclose(up(weights), adapted * magnitude / norms, rtol=1e-5, atol=1e-5)
+    gradients = jax.jit(jax.grad(lambda weights: jax.numpy.sum(up(weights) * cotangent)))(weights)
+    with_dropout = np.asarray(jax.jit(functools.partial(up, rngs={'dropout': jax.random.key(3)}))(weights))
+  product_cotangent = cotangent * magnitude / norms
+  assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  assert_close(gradients['up_lora_a'], 3 * product_cotangent @ b.swapaxes(1, 2))
+  assert_close(gradients['up_lora_b'], 3 * a.swapaxes(1, 2) @ product_cotangent)
   if use_dora:
-    near(found['up_lora_magnitude'], (seen * adapted / lengths).sum(1))
-  change = (dropped * lengths / magnitude - kernel) / (adapted - kernel)  # of each input: none, or a third more
-  kept = change.mean(-1, keepdims=True).round(3) > 0
-  near(change, np.broadcast_to(np.where(kept, 4 / 3, 0), change.shape), rtol=1e-2, atol=1e-2)
-  assert 0.5 < kept.mean() < 0.95
+    assert_close(gradients['up_lora_magnitude'], (cotangent * adapted / norms).sum(1))
+  factor = (with_dropout * norms / magnitude - kernel) / (adapted - kernel)  # of each input: 0 or 4 / 3
+  mask = factor.mean(-1, keepdims=True).round(3) > 0
+  assert_close(factor, np.broadcast_to(np.where(mask, 4 / 3, 0), factor.shape), rtol=1e-2, atol=1e-2)
+  assert 0.5 < mask.mean() < 0.95
 
 
 @pytest.mark.parametrize(
@@ -149,39 +149,41 @@ def test_experts_drop_inputs_and_have_lengths_as_float64_says(use_dora):
     (GatedFeedForward(hidden_dim=5), ()),
   ],
 )
-def test_what_a_layer_calls_adaptable_it_adapts(layer, inputs):
-  """Every name is a weight of the layer, and gets its two matrices."""
-  places = adaptable_weights(layer)
+def test_a_layer_adapts_all_its_adaptable_projections(layer, inputs):
+  """Each name is a weight of the layer, and gets A and B."""
+  adaptable = adaptable_weights(layer)
   plain = layer.clone(adapters=())
-  layer = layer.clone(adapters=(LowRankAdapter(rank=2, alpha=2.0, names=tuple(own for _, own in places.values())),))
+  projections = tuple(projection for _, projection in adaptable.values())
+  layer = layer.clone(adapters=(LowRankAdapter(rank=2, alpha=2.0, names=projections),))
   assert without_adapters(layer) == plain != layer
-  assert adapters_of(layer).keys() == places.keys()
+  assert adapters_of(layer).keys() == adaptable.keys()
   x, ids = np.ones((1, 4, 12), np.float32), np.zeros((1, 4), np.int32)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x, ids, *([] if 'Feed' in type(layer).__name__ else [ids]))
-  for name in places:
+  flat = traverse_util.flatten_dict(shapes['params'], sep='/')
+  for name in adaptable:
     names = AdapterNames(kernel=name)
-    kernel, a, b = (traverse_util.flatten_dict(shapes['params'], sep='/')[each] for each in (name, names.a, names.b))
+    kernel, a, b = flat[name], flat[names.a], flat[names.b]
     assert a.value.shape[-1] == b.value.shape[0] == 2
     assert a.split_dims[:-1] + b.split_dims[1:] == kernel.split_dims
 
 
-def test_the_up_projection_of_latent_attention_is_adapted_as_its_merged_kernel_and_in_generation_too():
+def test_an_adapter_of_latent_attention_s_up_projection_agrees_with_its_merged_kernel_also_in_generation():
   settings = {'num_heads': 2, 'kv_rank': 4, 'nope_head_dim': 2, 'rope_head_dim': 2, 'value_head_dim': 3}
   adapter = LowRankAdapter(rank=2, alpha=6.0, use_dora=True, names=('kv_up',))
-  plain, adapted = (LatentAttention(**settings, adapters=each) for each in ((), (adapter,)))
+  plain, adapted = (LatentAttention(**settings, adapters=adapters) for adapters in ((), (adapter,)))
   x, positions = jax.numpy.asarray(X.reshape(2, 5, 12)), np.tile(np.arange(5, dtype=np.int32), (2, 1))
   inputs = (x, np.ones_like(positions), positions)
-  weights = drawn(adapted, *inputs)
+  weights = random_weights(adapted, *inputs)
   parts = [weights[f'kv_up{part}'] for part in ('', '_lora_a', '_lora_b', '_lora_magnitude')]
   merged = {name: leaf for name, leaf in weights.items() if 'lora' not in name} | {
     'kv_up': merge_low_rank(adapter, *parts)
   }
   with jax.default_matmul_precision('highest'):
     expected = np.asarray(jax.jit(plain.apply)({'params': merged}, *inputs))
-  first, rest = (tuple(each[:, part] for each in inputs) for part in (slice(3), slice(3, None)))
+  first, rest = (tuple(x[:, part] for x in inputs) for part in (slice(3), slice(3, None)))
   with jax.default_matmul_precision('highest'), layer_scope(cache=KvCache()):
     generate = jax.jit(functools.partial(adapted.apply, mutable='new_cache'))
-    begun, new = generate({'params': weights}, *first)
-    continued, _ = generate({'params': weights, 'cache': unbox_weights(new['new_cache'])}, *rest)
-  np.testing.assert_allclose(begun, expected[:, :3], rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(continued, expected[:, 3:], rtol=1e-5, atol=1e-5)
+    prefix, variables = generate({'params': weights}, *first)
+    continuation, _ = generate({'params': weights, 'cache': unbox_weights(variables['new_cache'])}, *rest)
+  np.testing.assert_allclose(prefix, expected[:, :3], rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(continuation, expected[:, 3:], rtol=1e-5, atol=1e-5)
