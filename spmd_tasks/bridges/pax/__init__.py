@@ -1,14 +1,14 @@
-"""Runs Pax experiments here, to the numbers of Paxml; reads Paxml's checkpoints.
+"""Runs unmodified Pax experiments with Paxml's numbers, and reads Paxml's checkpoints.
 
     spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
-`install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`); naming one of the classes and
-functions below that need them does so too, and so does an experiment whose module, or another one of the same author
-that it imports, imports them (`_recognition.py`). One that gets them in another way first calls `install_shims()`.
+`install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`). It is called for you when you use a
+name below that needs them, or an experiment whose source imports them (`_recognition.py`). A module that gets Praxis
+through another installed package must call it first.
 
-Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_input.py` and `_decode.py` (decode jobs); `_checkpoints.py` and `_origins.py` (what a new job takes from others).
+Read `_experiment.py` (a Pax experiment as an Experiment), `_task.py` (Paxml's pure steps inside our partitioned steps),
+`_input.py` and `_decode.py` (decode jobs), then `_checkpoints.py` and `_origins.py` (how a new job is initialized).
 """
 
 import dataclasses
@@ -33,61 +33,61 @@ with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.bridges.pax._task import PaxTask
 
 _WITHOUT_PRAXIS = ('read_', 'open_', 'checkpoint_', 'pax_checkpoints', 'install_shims')
-_lazy: Any = globals()['__getattr__']  # of epy
+_lazy_export: Any = globals()['__getattr__']  # defined by lazy_exports
 
 
 def __getattr__(name: str) -> Any:
   if name in globals()['__all__'] and not name.startswith(_WITHOUT_PRAXIS):
-    _lazy('install_shims')()
-  return _lazy(name)
+    _lazy_export('install_shims')()
+  return _lazy_export(name)
 
 
 def is_pax_experiment(value: object) -> bool:
-  """Tells whether a value is the class of a Pax experiment; imports nothing of Pax."""
-  base = sys.modules.get('paxml.base_experiment')  # without it no class can be one of its
-  return base is not None and isinstance(value, type) and issubclass(value, base.BaseExperiment)
+  """Whether a value is the class of a Pax experiment; does not import Paxml."""
+  base_experiment = sys.modules.get('paxml.base_experiment')
+  return base_experiment is not None and isinstance(value, type) and issubclass(value, base_experiment.BaseExperiment)
 
 
-# Settings of Praxis' layers and inputs that decide where something is computed; of the task, those of Paxml's loop.
-_PLACES = ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index')
-_NUMBERS_OF_TRAIN = ('task.train.learner', 'task.train.apply_mutable_list')
+_LAYOUT_SETTINGS = ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index')
+# Settings of task.train that affect the numbers; the others are settings of Paxml's loop.
+_NUMERIC_TRAIN_SETTINGS = ('task.train.learner', 'task.train.apply_mutable_list')
 
 
 def _keeps_numbers(path: str) -> bool:
+  """Whether a change of the setting at this path leaves the numbers of a job as they are."""
   if path.startswith('task.train.'):
-    return not path.startswith(_NUMBERS_OF_TRAIN)
+    return not path.startswith(_NUMERIC_TRAIN_SETTINGS)
   if path in ('eval_on_test', 'decode_during_train'):
     return True
-  return path.startswith('task.early_stopping_fn') or path.rpartition('.')[2] in _PLACES
+  return path.startswith('task.early_stopping_fn') or path.rpartition('.')[2] in _LAYOUT_SETTINGS
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses to run in a directory of Paxml, whose checkpoints would be taken for damaged ones of ours."""
+  """Prepares a Pax job for a mode. Raises a UserError for any job in a job directory of Paxml."""
   if getattr(type(job.experiment), '_pax_class', None) is not None:
     job = _prepare_pax_job(job, mode)
-  if directory is None:  # the mode reads none
+  if directory is None:  # the mode has no job directory
     return job
   checkpoints = directory / 'checkpoints'
   is_ours = not checkpoints.is_dir() or (directory / 'config.json').exists()
-  if not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':
-    how = f'go on from this one by --set continue_from={directory}'
-    if mode != 'train':
-      how = f'take its weights by --set init_from={directory}'
+  if not is_ours and _lazy_export('checkpoint_format')(checkpoints) == 'pax':
+    remedy = 'continue it with --set continue_from' if mode == 'train' else 'use its weights with --set init_from'
     raise UserError(
-      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment {how}.'
+      f'{checkpoints} has checkpoints of Paxml: choose another --job_log_dir, and in a Pax experiment {remedy}='
+      f'{directory}.'
     )
   return job
 
 
 def _prepare_pax_job(job: Any, mode: str) -> Any:
-  """Returns a Pax job without the evals that its training does not make, and names settings that have no effect."""
+  """Removes evals that training does not run, sets the first step to decode, and warns about ignored settings."""
   from absl import logging
 
-  from spmd_tasks.bridges.pax._unread import unread_settings
+  from spmd_tasks.bridges.pax._ignored_settings import describe_ignored_settings
   from spmd_tasks.distributed import is_primary
 
-  if is_primary() and (sentence := unread_settings(job, mode)):
-    logging.warning('%s', sentence)
+  if is_primary() and (warning := describe_ignored_settings(job, mode)):
+    logging.warning('%s', warning)
   if mode == 'train' and job.experiment.eval_every_steps is None:
     return dataclasses.replace(job, eval_inputs={})
   if mode == 'decode':
@@ -97,7 +97,7 @@ def _prepare_pax_job(job: Any, mode: str) -> Any:
 
 
 def _expand(flags: Any) -> None:
-  """Turns Paxml's switches into fields of its experiments."""
+  """Converts Paxml's switches to overrides of the experiment's fields."""
   flags.overrides[:0] = [f'{switch.name}=true' for switch in _SWITCHES if getattr(flags, switch.name)]
 
 

@@ -1,15 +1,15 @@
-"""Finds and reads the checkpoints of Paxml. Needs neither Paxml nor its TensorFlow.
+"""Finds and reads checkpoints of Paxml, without Paxml and TensorFlow.
 
     state = read_pax_checkpoint(job / 'checkpoints' / 'checkpoint_00000100', abstract_state)
 
-    checkpoints/checkpoint_00000100/metadata/metadata   JSON: the true shapes of the model's variables
-    checkpoints/checkpoint_00000100/state/<name>/       one array: zarr v2; all in one OCDBT store from version 1.2 on
-    checkpoints/*.orbax-checkpoint-tmp-*                being written, or left by a kill
+    checkpoints/checkpoint_00000100/metadata/metadata   JSON with the unpadded shapes of the model's variables
+    checkpoints/checkpoint_00000100/state/<name>/       one array in zarr v2; from version 1.2 on, all in an OCDBT store
+    checkpoints/*.orbax-checkpoint-tmp-*                incomplete
 
-A name is the path of a leaf in Paxml's TrainState: `step`, `mdl_vars.params.lm.final_ln.scale`, or
-`opt_states_0.p#2#i-1_2.m.params.lm....`: learner 0, the variables with the repeat prefix [2], link 2 of its chain of
-gradient transformations. An array is stored as it lay on the mesh: zeros follow in every dim that the mesh did not
-divide. They are cut off when it is read. Each process reads its own shards only.
+A name is the path of a leaf in Paxml's TrainState, such as `step`, `mdl_vars.params.lm.final_ln.scale`, or
+`opt_states_0.p#2#i-1_2.m.params.lm....` (learner 0, variables with the repeat prefix [2], gradient transformation 2 of
+the chain). Paxml stores arrays padded with zeros in dims that the mesh does not divide; the padding is cut off. Each
+process reads only the shards of its devices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ _ARRAY_TAG = '_array_metadata_tag'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredArray:
-  """An array of a checkpoint, not read yet.
+  """An array of a checkpoint, read lazily.
 
   Attributes:
     store: a tensorstore.TensorStore, whose shape includes the padding.
-    true_shape: without padding; None for optimizer state, which Paxml does not describe.
+    true_shape: the unpadded shape; None for optimizer state, for which Paxml does not save it.
   """
 
   store: Any
@@ -51,7 +51,7 @@ class StoredArray:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The true shape if it is known, else the stored one."""
+    """The unpadded shape if it is known, or else the stored shape."""
     return tuple(self.store.shape) if self.true_shape is None else self.true_shape
 
   @property
@@ -59,7 +59,7 @@ class StoredArray:
     return self.store.dtype.numpy_dtype
 
   def fits(self, shape: Sequence[int]) -> bool:
-    """Whether the array may have this shape without its padding."""
+    """Whether this may be the unpadded shape of the array."""
     if self.true_shape is not None:
       return self.true_shape == tuple(shape)
     return len(shape) == self.store.rank and all(n <= m for n, m in zip(shape, self.store.shape, strict=True))
@@ -77,20 +77,20 @@ class PaxCheckpoint:
 
   @functools.cached_property
   def is_ocdbt(self) -> bool:
-    """Whether all arrays share one store; version 1.1 has a directory per array."""
+    """Whether all arrays share one OCDBT store; version 1.1 has a directory per array."""
     return (self.path / _STATE / _OCDBT_MANIFEST).exists()
 
   @functools.cached_property
   def arrays(self) -> dict[str, StoredArray]:
-    """Every array by its name. Reads metadata only.
+    """The arrays by name; reads only metadata.
 
-    Raises a UserError if Paxml wrote the checkpoint in a form that cannot be read here.
+    Raises a UserError if the checkpoint is not one of a partitioned job.
     """
-    opening = {name: self._open(name) for name in sorted(self._list())}  # all at once
-    if not opening:
-      what = 'one msgpack file, as of a pmap job' if (self.path / _STATE / 'checkpoint').exists() else 'no array'
-      raise UserError(f'{self.path / _STATE} holds {what}: only checkpoints of partitioned (pjit) jobs can be read.')
-    shapes, stores = self._true_shapes(), {name: future.result() for name, future in opening.items()}
+    futures = {name: self._open(name) for name in sorted(self._list())}  # concurrently
+    if not futures:
+      content = 'one msgpack file of a pmap job' if (self.path / _STATE / 'checkpoint').exists() else 'no arrays'
+      raise UserError(f'{self.path / _STATE} has {content}: use a checkpoint of a partitioned (pjit) job.')
+    shapes, stores = self._true_shapes(), {name: future.result() for name, future in futures.items()}
     return {
       name: StoredArray(store=store, true_shape=shapes.get(name) if store.rank else ())
       for name, store in stores.items()
@@ -101,7 +101,7 @@ class PaxCheckpoint:
     return _ocdbt_name(path) if self.is_ocdbt else _pax_name(path)
 
   def _open(self, name: str) -> Any:
-    import tensorstore as ts  # here and below: a start without a checkpoint of Paxml does not need it
+    import tensorstore as ts  # here and below: only needed if there is a checkpoint of Paxml
 
     store = kvstore_spec(self.path / _STATE / name)
     if self.is_ocdbt:
@@ -121,9 +121,9 @@ class PaxCheckpoint:
         yield name
 
   def _true_shapes(self) -> dict[str, tuple[int, ...]]:
-    described = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
+    metadata = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
     arrays = jax.tree_util.tree_leaves_with_path(
-      described, is_leaf=lambda node: isinstance(node, Mapping) and bool(node.get(_ARRAY_TAG))
+      metadata, is_leaf=lambda node: isinstance(node, Mapping) and bool(node.get(_ARRAY_TAG))
     )
     return {
       _ocdbt_name(path): tuple(array['unpadded_shape'])
@@ -133,7 +133,7 @@ class PaxCheckpoint:
 
 
 def _pax_name(path: Sequence[Any]) -> str:
-  """Returns Paxml's name of the leaf with a key path: keys joined by dots, `_i` for item i of a list or a tuple."""
+  """Returns Paxml's name of a leaf: the keys of its path joined by dots, with `_i` for item i of a list or tuple."""
   keys = (
     f'_{key.idx}' if isinstance(key, jax.tree_util.SequenceKey) else '.' + jax.tree_util.keystr((key,), simple=True)
     for key in path
@@ -142,22 +142,22 @@ def _pax_name(path: Sequence[Any]) -> str:
 
 
 def _ocdbt_name(path: Sequence[Any]) -> str:
-  """Returns Orbax's name of a leaf, which Paxml uses with OCDBT: all keys joined by dots."""
+  """Returns Orbax's name of a leaf, which Paxml uses with OCDBT: the keys of its path joined by dots."""
   return jax.tree_util.keystr(tuple(path), simple=True, separator='.')
 
 
 def pax_checkpoints(directory: epath.PathLike) -> dict[int, PaxCheckpoint]:
-  """Returns Paxml's complete checkpoints in `<job>/checkpoints` by ascending step; {} if there is none."""
+  """Returns Paxml's complete checkpoints in `<job>/checkpoints` by step, in ascending order."""
   directory = absolute_path(directory)
   paths = list(directory.iterdir()) if directory.is_dir() else []
-  found = [PaxCheckpoint(path) for path in paths if is_complete(path)]
-  return {checkpoint.step: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.step)}
+  checkpoints = [PaxCheckpoint(path) for path in paths if is_complete(path)]
+  return {checkpoint.step: checkpoint for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step)}
 
 
 def checkpoint_format(directory: epath.PathLike) -> Literal['pax', 'spmd_tasks'] | None:
-  """Says by files who wrote the newest checkpoint in a directory: Paxml or this project; None without a checkpoint.
+  """Returns the format of the newest checkpoint in a directory, or None without checkpoints.
 
-  Both use the names `checkpoint_<step>`.
+  Both formats have names like `checkpoint_<step>`; their files differ.
   """
   directory = epath.Path(directory)
   own = CheckpointDirectory(path=directory).complete_steps() if directory.is_dir() else []
@@ -168,23 +168,32 @@ def checkpoint_format(directory: epath.PathLike) -> Literal['pax', 'spmd_tasks']
 
 
 def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> PaxCheckpoint:
-  """Returns the checkpoint of a step (None: the newest) in `<job>/checkpoints`, or the one that `directory` itself is.
+  """Opens a checkpoint of Paxml.
 
-  Raises a UserError if there is none.
+  Args:
+    directory: `<job>/checkpoints`, or a checkpoint in it.
+    step: the step of the checkpoint; None for the newest.
+
+  Raises a UserError if there is no such checkpoint.
   """
   directory = absolute_path(directory)
   if step is None and is_complete(directory):
     return PaxCheckpoint(directory)
-  found = pax_checkpoints(directory)
-  if not found or (step is not None and step not in found):
-    wanted = '' if step is None else f' of step {step}'
-    has = f'its steps are {[*found]}, choose one' if found else 'name the directory `checkpoints` of a Pax job'
-    raise UserError(f'{directory} holds no complete checkpoint of Paxml{wanted}: {has}.')
-  return found[max(found) if step is None else step]
+  checkpoints = pax_checkpoints(directory)
+  if not checkpoints or (step is not None and step not in checkpoints):
+    of_step = '' if step is None else f' of step {step}'
+    remedy = (
+      f'choose one of the steps {[*checkpoints]}' if checkpoints else 'use the directory `checkpoints` of a Pax job'
+    )
+    raise UserError(f'{directory} has no complete checkpoint of Paxml{of_step}: {remedy}.')
+  return checkpoints[max(checkpoints) if step is None else step]
 
 
 def is_complete(path: epath.Path) -> bool:
-  """Whether Paxml gave a directory its final name. In an object store, where nothing is renamed, a file says so."""
+  """Whether a directory is a complete checkpoint of Paxml.
+
+  Paxml renames a complete checkpoint to its final name; in an object store, it writes a marker file instead.
+  """
   return (
     _STEP_DIRECTORY.fullmatch(path.name) is not None
     and (path / _METADATA).exists()
@@ -197,43 +206,50 @@ def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
 
   Args:
     path: `<job>/checkpoints/checkpoint_<step>`, or `<job>/checkpoints` for the newest.
-    abstract_state: a tree of jax.ShapeDtypeStruct with the key paths of Paxml's TrainState and true shapes. A leaf with
-      a sharding becomes a jax.Array, one without a numpy array. A tree without `opt_states` reads the variables only.
-      Masked leaves of optimizer state (optax.MaskedNode) have no leaf here either.
+    abstract_state: a tree of jax.ShapeDtypeStructs with the key paths of Paxml's TrainState and unpadded shapes. A leaf
+      with a sharding is read as a jax.Array, a leaf without one as a numpy array. Without `opt_states`, only variables
+      are read. Masked parts of the optimizer state (optax.MaskedNode) have no leaves.
 
-  Raises a UserError: there is no checkpoint, or it lacks an array, has it in another shape or dtype, or has one that
-  the tree has no place for; all are named. Integers of another width are converted.
+  Raises:
+    UserError: there is no checkpoint, or an array is missing, unused, or has another shape or dtype. The message lists
+      all such arrays. Integers may differ in width.
   """
   checkpoint = open_pax_checkpoint(path)
   paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
-  wanted = {checkpoint.name_of(key_path): leaf for key_path, leaf in paths}
-  parts = {name.split('.')[0] for name in wanted}
+  targets = {checkpoint.name_of(key_path): leaf for key_path, leaf in paths}
+  parts = {name.split('.')[0] for name in targets}
   stored = {name: array for name, array in checkpoint.arrays.items() if name.split('.')[0] in parts}
-  values = read_arrays(stored, wanted, str(checkpoint.path))
-  return jax.tree_util.tree_unflatten(structure, [values[name] for name in wanted])
+  values = read_arrays(stored, targets, str(checkpoint.path))
+  return jax.tree_util.tree_unflatten(structure, [values[name] for name in targets])
 
 
-def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any], source: str) -> dict[str, Any]:
-  """Reads arrays by name, cut to the shapes of `wanted`: jax.ShapeDtypeStructs as `read_pax_checkpoint` takes them.
+def read_arrays(stored: Mapping[str, StoredArray], targets: Mapping[str, Any], source: str) -> dict[str, Any]:
+  """Reads arrays without their padding.
 
-  Raises a UserError if an array has another shape or dtype.
+  Args:
+    stored: the arrays by name.
+    targets: jax.ShapeDtypeStructs by name; see `read_pax_checkpoint`.
+    source: the name of the checkpoint in errors.
+
+  Raises a UserError if the names, shapes or dtypes do not match.
   """
-  problems, integers = [], np.integer  # which may have another width: any other conversion loses or invents digits
-  for name, leaf in wanted.items():
+  problems = []
+  for name, leaf in targets.items():
     if (array := stored.get(name)) is None:
       problems.append(f'{name} {_describe_array(leaf)} is not in the checkpoint')
       continue
-    are_integers = np.issubdtype(array.dtype, integers) and np.issubdtype(leaf.dtype, integers)
+    # Integers may differ in width; any other conversion would change digits.
+    are_integers = np.issubdtype(array.dtype, np.integer) and np.issubdtype(leaf.dtype, np.integer)
     if not (array.fits(leaf.shape) and (array.dtype == leaf.dtype or are_integers)):
       problems.append(f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}')
-  for name in stored.keys() - wanted.keys():
-    problems.append(f'{name} {_describe_array(stored[name])} of the checkpoint has no place in the model')
+  for name in stored.keys() - targets.keys():
+    problems.append(f'{name} {_describe_array(stored[name])} is in the checkpoint, but not in the model')
   if problems:
     raise UserError(
       f'{source} does not fit the experiment:\n{describe_mismatches(problems)}\nUse the experiment that wrote it, with '
       'its sizes, layers and learner.'
     )
-  return {name: _read(stored[name], leaf) for name, leaf in wanted.items()}
+  return {name: _read(stored[name], leaf) for name, leaf in targets.items()}
 
 
 def _describe_array(array: Any) -> str:

@@ -1,6 +1,6 @@
-"""Paxml's flags, with what a user writes here: the parser's hints, and the table in docs/coming_from_pax.md (Markdown).
+"""Maps Paxml's flags to their replacements, for the parser's hints and the table in docs/coming_from_pax.md (Markdown).
 
-The names are those of paxml/main.py 1.4.0 and of what it imports, JAX's, Fiddle's and absl's included.
+These are the flags of paxml/main.py 1.4.0 and of the modules that it imports, including JAX, Fiddle and absl.
 """
 
 _TUNING = 'There is no tuning service: start a job for each setting, by `--set PATH=VALUE`.'
@@ -8,7 +8,7 @@ _TF_DATA_SERVICE = 'There is no tf.data service: an input reads in the process t
 _STDERR = 'Messages are on stderr: leave it out.'
 _FIDDLE = 'Write `--exp NAME`, and `--set PATH=VALUE` for its fields.'
 
-# By flag, or FLAG=CHOICE.
+# FLAG or FLAG=CHOICE -> the replacement.
 FLAGS: dict[str, str] = {
   'mode=infer': 'There are no inference runners: write `--mode decode_once`, which decodes `decode_datasets()`.',
   **dict.fromkeys(('mode=tf_data_service_dispatcher', 'mode=tf_data_service_worker'), _TF_DATA_SERVICE),

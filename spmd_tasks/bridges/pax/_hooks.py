@@ -1,6 +1,8 @@
-"""What a Pax experiment does in its training beside steps and evals: it decodes, and may end early.
+"""Hooks of a Pax experiment that decode in training and end it early:
 
-hooks = [DecodeInTraining(), PaxEarlyEnd(input_names={'valid': 'valid'})]      # in this order
+    hooks = [DecodeInTraining(), PaxEarlyEnd(input_names={'valid': 'valid'})]
+
+DecodeInTraining must come first, because PaxEarlyEnd passes its metrics to `task.early_stopping_fn`.
 """
 
 from collections.abc import Mapping
@@ -17,37 +19,36 @@ from spmd_tasks.programs.hooks import EarlyEnd, StepReport, TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metrics import scalars
 
-# Paxml's own switch: metrics of the training step for every call, not only for those with evals.
+# Paxml's environment variable: pass training metrics to every call of early_stopping_fn, not only to calls with evals.
 _ALWAYS_TRAIN_METRICS = 'PAXML_EARLY_STOP_ALWAYS_AGGREGATE_TRAIN_METRICS'
 
 
 class DecodeInTraining(TrainHook):
-  """Decodes all decode datasets every `decode_interval_steps`, and at the end of the training.
+  """Decodes all decode datasets every `decode_interval_steps`, and at the end of training.
 
-  Not before `decode_start_after_n_steps`, and with averaged weights if `decode_use_ema_states`. A resumed job decodes
-  what it was ended in.
+  Starts at `decode_start_after_n_steps`, and uses averaged weights if `decode_use_ema_states`. A job that was
+  interrupted while decoding decodes again when it resumes.
   """
 
-  step = -1  # after which `metrics` were decoded; on process 0
-  metrics: Any = None  # the tuning_lib.DecodeMetrics of that step
+  step = -1  # the step of `metrics`; on process 0
+  metrics: Any = None  # tuning_lib.DecodeMetrics
 
   def prepare(self, run: TrainRun) -> None:
-    """Raises a UserError if there is nothing to decode, or never."""
+    """Creates the decoder. Raises a UserError if no datasets, interval or averaged weights are configured."""
     task = cast(Any, run.model.task)
     self._train = task.task.train
     self._num_train_steps = run.experiment.num_train_steps
     interval = self._train.decode_interval_steps
     if not interval or interval < 0:
       raise UserError(
-        f'decode_during_train needs an interval, but task.train.decode_interval_steps is {interval}: set it to a '
-        'number of steps.'
+        f'task.train.decode_interval_steps = {interval} must be a positive number of steps with decode_during_train.'
       )
     if not run.job.decode_inputs:
-      raise UserError('decode_during_train needs datasets, but decode_datasets() returns none: return some.')
+      raise UserError('decode_during_train is set, but decode_datasets() returns no datasets: return some.')
     if self._train.decode_use_ema_states and not tasks_lib.has_ema(task.task):
       raise UserError(
-        'task.train.decode_use_ema_states needs averaged weights: set task.train.learner.optimizer.ema_decay, for '
-        'example to 0.9999.'
+        'task.train.decode_use_ema_states requires averaged weights: set task.train.learner.optimizer.ema_decay, such '
+        'as 0.9999.'
       )
 
     def on_batch() -> None:
@@ -93,33 +94,38 @@ class DecodeInTraining(TrainHook):
   def _decode_if_due(self, run: TrainRun) -> None:
     if not self._is_due(run.step):
       return
-    from paxml import tuning_lib  # with PyGlove, which is seldom needed
+    from paxml import tuning_lib  # imports PyGlove, which is rarely needed
 
-    task, began = cast(Any, run.model.task), time.perf_counter()
+    task, start = cast(Any, run.model.task), time.perf_counter()
     with run.timed('decode', 'evaluation'):
       variables = task.averaged_variables(run.state) if self._train.decode_use_ema_states else run.state.variables
       decoded = {name: self._decoder.run(name, variables, run.step) for name in run.job.decode_inputs}
-    if None in decoded.values():  # on another process, or done already
+    if None in decoded.values():  # on another process, or already decoded
       return
     self.step = run.step
     self.metrics = tuning_lib.DecodeMetrics(
       metrics_list=[outputs.decoded for outputs in decoded.values()],
       processed_metrics_list=[outputs.processed for outputs in decoded.values()],
       seqio_metrics_list=[None] * len(decoded),
-      steps_per_sec=sum(outputs.num_batches for outputs in decoded.values()) / (time.perf_counter() - began),
+      steps_per_sec=sum(outputs.num_batches for outputs in decoded.values()) / (time.perf_counter() - start),
       input_names=[outputs.dataset for outputs in decoded.values()],
     )
 
 
 class PaxEarlyEnd(EarlyEnd):
-  """Asks a task's `early_stopping_fn` as Paxml does, after every training step, and ends a job where it answers True.
+  """Calls `task.early_stopping_fn` after every training step as Paxml does, and ends training if it returns True.
 
-  The arguments are made by Paxml's own `tuning_lib`. There are no metrics of an eval on the next training batch
-  (`eval_train/`), which is not made here.
+  Paxml's `tuning_lib` prepares the arguments. They have no `eval_train/` metrics, because the next training batch is
+  not evaluated.
   """
 
   def __init__(self, *, input_names: Mapping[str, str], decodes: DecodeInTraining | None = None):
-    """`input_names` gives Pax' names of the eval sets by ours; `decodes` is the hook that decodes, if there is one."""
+    """Initializes the hook.
+
+    Args:
+      input_names: our name of an eval set -> its name in Pax.
+      decodes: the hook that decodes in training, if there is one.
+    """
     self._input_names, self._decodes = input_names, decodes
     self._last: tuple[int, float] | None = None
 
@@ -131,10 +137,10 @@ class PaxEarlyEnd(EarlyEnd):
     self._num_train_steps, self._eval_every_steps = run.experiment.num_train_steps, run.experiment.eval_every_steps
 
   def reason(self, report: StepReport) -> str | None:
-    """Returns the function's name where it answers True."""
+    """Returns a text with the name of the function if it returns True."""
     if self._task.early_stopping_fn is None:
       return None
-    from paxml import tuning_lib  # with PyGlove, which is seldom needed
+    from paxml import tuning_lib  # imports PyGlove, which is rarely needed
 
     function, train, evals = self._task.early_stopping_fn, self._task.train, None
     if report.evals:
@@ -149,9 +155,9 @@ class PaxEarlyEnd(EarlyEnd):
     decoded = None
     if self._decodes is not None and self._decodes.step == report.step:
       decoded = self._decodes.metrics
-    has = {'has_eval_metrics': evals is not None, 'has_decode_metrics': decoded is not None}
+    has_metrics = {'has_eval_metrics': evals is not None, 'has_decode_metrics': decoded is not None}
     is_last = tuning_lib.is_last_checkpoint(
-      trainer_lib.RunningMode.detect(has_train_metrics=True, **has),
+      trainer_lib.RunningMode.detect(has_train_metrics=True, **has_metrics),
       report.step,
       self._num_train_steps,
       self._eval_every_steps or 0,
@@ -160,7 +166,7 @@ class PaxEarlyEnd(EarlyEnd):
       train_to_end=getattr(function, 'train_to_end', False),
     )
     metrics = {}
-    if is_last or any(has.values()) or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
+    if is_last or any(has_metrics.values()) or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
       metrics = {name: float(x) for name, x in report.metrics.items() if x.ndim == 0 and name != 'skipped'}
     with naming_own_code('task.early_stopping_fn', part=function):
       stops = tuning_lib.should_early_stop(
@@ -175,13 +181,13 @@ class PaxEarlyEnd(EarlyEnd):
         checkpoint_path=self._checkpoints,
       )
     name = getattr(function, '__qualname__', type(function).__qualname__)
-    return f'task.early_stopping_fn, {name}, says so' if stops else None
+    return f'task.early_stopping_fn, {name}, returned True' if stops else None
 
   def _steps_per_second(self, step: int) -> float | None:
-    """Returns steps per second since the last call that gave them; None between Paxml's intervals for it."""
+    """Returns steps per second since the last call that returned them; None between Paxml's intervals."""
     now = time.time()
-    last_step, last = self._last = self._last or (step - 1, now)
-    if step % self._task.train.compute_steps_per_sec_interval_steps or now <= last:
+    last_step, last_time = self._last = self._last or (step - 1, now)
+    if step % self._task.train.compute_steps_per_sec_interval_steps or now <= last_time:
       return None
     self._last = step, now
-    return (step - last_step) / (now - last)
+    return (step - last_step) / (now - last_time)

@@ -1,13 +1,13 @@
-"""Makes Praxis and Paxml importable on today's JAX, without what they import and do not need.
+"""Makes Praxis and Paxml importable on today's JAX, without dependencies that they import but do not need.
 
-    install_shims()      # cheap: nothing of Pax is imported yet
+    install_shims()      # cheap: imports nothing of Pax
     import paxml.tasks_lib
 
-* Names that JAX no longer has are added to it when Praxis or Paxml is imported, each only where it is missing.
-* TensorFlow and SeqIO, 10 s of imports, are imported when a module of `_DEFERRING` uses them. In all others, those of
-  the user too, an import is an import.
-* SeqIO, T5, TensorFlow Datasets, where they are not installed, and Lingvo's native parts have stand-ins, so that a
-  module that registers SeqIO tasks when it is imported can be imported for its models, and for other inputs.
+* Names that JAX has removed are added to it when Praxis or Paxml is imported.
+* Modules in `_DEFERRING` import TensorFlow and SeqIO (10 s) when they are first used. Other modules, including the
+  user's, import as usual.
+* If SeqIO, T5 or TensorFlow Datasets is not installed, it has a stand-in, and so have the native parts of Lingvo. So a
+  module that registers SeqIO tasks can still be imported for its models or other inputs.
 """
 
 import abc
@@ -32,22 +32,22 @@ import jax
 from spmd_tasks.errors import UserError
 
 _PACKAGES = ('praxis', 'paxml')
-# By the module, or the package, that imports: what it names and does not need to be imported itself.
+# A module or package -> modules that it imports on first use only.
 _DEFERRING = {
   'praxis.base_input': ('tensorflow',),
-  'paxml': ('tensorflow', 'seqio'),  # for event files and inputs of tf.data; otherwise named in annotations
-  'clu.periodic_actions': ('clu.metric_writers',),  # which imports TensorFlow
+  'paxml': ('tensorflow', 'seqio'),  # used for event files, tf.data inputs and annotations
+  'clu.periodic_actions': ('clu.metric_writers',),  # imports TensorFlow
   'lingvo.core.nested_map': ('tensorflow',),
 }
-# Of these, functions ask whether a value is an instance of some class, which needs no import.
+# Modules used only in isinstance checks, which need no import.
 _ONLY_CLASSES = ('seqio', 'seqio.metrics', 'tensorflow.python.trackable.data_structures')
 _DATA_PACKAGES = ('seqio', 't5', 'tensorflow_datasets')  # with all their submodules
-_LINGVO = ('base_input_generator', 'generic_input', 'layers', 'ops', 'py_utils')  # need native parts and TensorFlow
-_DEPRECATIONS: set[str] = set()  # that were logged
+_LINGVO = ('base_input_generator', 'generic_input', 'layers', 'ops', 'py_utils')  # need native code and TensorFlow
+_DEPRECATIONS: set[str] = set()  # messages that were logged
 
 
 def install_shims() -> None:
-  """Applies the shims as soon as Praxis or Paxml is imported; may be called again and again."""
+  """Installs the shims, which act when Praxis or Paxml is imported; may be called repeatedly."""
   if not any(isinstance(finder, _ShimFinder) for finder in sys.meta_path):
     sys.meta_path.insert(0, _ShimFinder())
   if any(package in sys.modules for package in _PACKAGES):
@@ -55,13 +55,13 @@ def install_shims() -> None:
 
 
 class _ShimFinder(importlib.abc.MetaPathFinder):
-  """Looks at every import: adds names to JAX, gives stand-ins, and lets the modules of `_DEFERRING` defer theirs."""
+  """Adds names to JAX on the first import of Pax, defers imports of `_DEFERRING`, and finds stand-ins."""
 
   def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
     if fullname in _PACKAGES:
       _add_names_to_jax()
-      _find_lambdas_quickly()
-      absl_logging.get_absl_logger().addFilter(_is_news)
+      _speed_up_auto_config()
+      absl_logging.get_absl_logger().addFilter(_is_new_message)
     if fullname.partition('.')[0] not in _PACKAGES and not any(package in sys.modules for package in _PACKAGES):
       return None
     if names := _DEFERRING.get(fullname) or _DEFERRING.get(fullname.partition('.')[0]):
@@ -72,73 +72,73 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
     return find_stand_in(fullname)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-  """Lets a deprecation of Praxis' settings be logged once; Praxis does at each of a dozen instantiations."""
+def _is_new_message(record: logging.LogRecord) -> bool:
+  """Whether a message was not logged before, if it is a deprecation of Praxis's settings; Praxis repeats these."""
   text = str(record.msg)
-  is_news = text not in _DEPRECATIONS
+  is_new = text not in _DEPRECATIONS
   if text.startswith('DEPRECATION WARNING: p.'):
     _DEPRECATIONS.add(text)
-  return is_news
+  return is_new
 
 
 def _add_names_to_jax() -> None:
-  # praxis.base_input names OpSharding of this module, for `custom_device_order`.
+  """Adds the names that Praxis and Paxml use and JAX has removed."""
+  # praxis.base_input uses its OpSharding for `custom_device_order`.
   if importlib.util.find_spec('jax.lib.xla_client') is None and 'jax.lib.xla_client' not in sys.modules:
     from jaxlib import xla_client
 
     sys.modules['jax.lib.xla_client'] = jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
-  # The last two: praxis.py_utils, for updates of variables by name, and paxml.sgf, for private gradients.
-  earlier = {'tree_map': _tree_map, 'tree_flatten': jax.tree.flatten, 'tree_unflatten': jax.tree.unflatten}
-  for name, function in earlier.items():
+  # praxis.py_utils uses the last two to update variables by name, and paxml.sgf for private gradients.
+  removed = {'tree_map': _tree_map, 'tree_flatten': jax.tree.flatten, 'tree_unflatten': jax.tree.unflatten}
+  for name, function in removed.items():
     if not hasattr(jax, name):
       setattr(jax, name, function)
-  # praxis.decoder_utils, for beam search, gives jnp.reshape its shape by an earlier name.
+  # praxis.decoder_utils passes `newshape` to jnp.reshape in beam search.
   if 'newshape' not in inspect.signature(jax.numpy.reshape).parameters:
     jax.numpy.reshape = _with_newshape(jax.numpy.reshape)
 
 
 def _with_newshape(reshape: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a jnp.reshape that takes its shape as `newshape` too."""
+  """Returns a jnp.reshape that also accepts the shape as `newshape`."""
 
   @functools.wraps(reshape)
   def with_newshape(a: Any, *args: Any, newshape: Any = None, **kwargs: Any) -> Any:
     return reshape(a, *args, **kwargs) if newshape is None else reshape(a, newshape, *args, **kwargs)
 
-  del with_newshape.__wrapped__  # so that its signature has the name
+  del with_newshape.__wrapped__  # so that its signature has `newshape`
   return with_newshape
 
 
 def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-  """jax.tree_map of earlier versions: a None in the first tree may meet anything in the others, and stays None."""
+  """jax.tree_map of earlier versions: a None in the first tree stays None, whatever the other trees have there."""
 
-  def is_given(x: Any) -> bool:
+  def is_user_leaf(x: Any) -> bool:
     return is_leaf is not None and is_leaf(x)
 
   def apply(x: Any, *others: Any) -> Any:
-    return None if x is None and not is_given(x) else f(x, *others)
+    return None if x is None and not is_user_leaf(x) else f(x, *others)
 
-  return jax.tree.map(apply, tree, *rest, is_leaf=lambda x: x is None or is_given(x))
+  return jax.tree.map(apply, tree, *rest, is_leaf=lambda x: x is None or is_user_leaf(x))
 
 
-def _find_lambdas_quickly() -> None:
-  """Lets Fiddle's auto_config, which Praxis applies to lambdas in defaults of fields, parse each module once.
+def _speed_up_auto_config() -> None:
+  """Makes Fiddle's auto_config parse a module once; Praxis applies it to many lambdas in defaults of fields.
 
-  Fiddle's own way parses and copies the whole module in Python for each of them: 7 s for those in praxis.optimizers and
-  paxml.tasks_lib.
+  Fiddle parses and copies the whole module for each lambda: 7 s for praxis.optimizers and paxml.tasks_lib.
   """
-  auto_config: Any = importlib.import_module('fiddle._src.experimental.auto_config')  # Praxis' Fiddle: we use none here
+  auto_config: Any = importlib.import_module('fiddle._src.experimental.auto_config')
   find = getattr(auto_config, '_getsource_for_lambda', None)
   if find is None or hasattr(find, '__wrapped__'):
     return
 
   @functools.wraps(find)
-  def find_quickly(fn: Callable[..., Any]) -> str:
+  def get_source(fn: Callable[..., Any]) -> str:
     source = ''.join(inspect.findsource(fn)[0])
     at_line = [node for node in _lambdas(source) if node.lineno == fn.__code__.co_firstlineno]
     text = ast.get_source_segment(source, at_line[0]) if len(at_line) == 1 else None
-    return find(fn) if text is None else f'({text})'  # may have several lines
+    return find(fn) if text is None else f'({text})'  # in parentheses, because it may have several lines
 
-  auto_config._getsource_for_lambda = find_quickly
+  auto_config._getsource_for_lambda = get_source
 
 
 @functools.lru_cache(maxsize=2)
@@ -147,7 +147,7 @@ def _lambdas(source: str) -> list[ast.Lambda]:
 
 
 class _DeferringLoader(SourceFileLoader):
-  """Loads a module with an `__import__` of its own."""
+  """Loads a module whose imports of some names are deferred."""
 
   def __init__(self, fullname: str, path: str, names: tuple[str, ...]):
     super().__init__(fullname, path)
@@ -158,50 +158,50 @@ class _DeferringLoader(SourceFileLoader):
       return any(name == deferred or name.startswith(f'{deferred}.') for deferred in self._names)
 
     def import_(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-      if level == 0 and is_deferred(name):  # without a fromlist, the statement takes the rest of the path by itself
+      if level == 0 and is_deferred(name):  # without a fromlist, `import a.b` binds `a`
         return _Deferred(name if fromlist else name.partition('.')[0], module)
       if level == 0 and fromlist and all(is_deferred(f'{name}.{item}') for item in fromlist):
         return _Deferred(name, module)
       return builtins.__import__(name, globals_, locals_, fromlist, level)
 
-    # Python takes `__import__` from here, when the module's body or one of its functions imports.
+    # Python looks up `__import__` here for imports in the module's body and in its functions.
     vars(module)['__builtins__'] = vars(builtins) | {'__import__': import_}
     super().exec_module(module)
-    for name, value in list(vars(module).items()):  # Praxis' own deferred modules are imported by an annotation's text
+    for name, value in list(vars(module).items()):  # Praxis's own LazyLoaders are imported to evaluate annotations
       if type(value).__name__ == 'LazyLoader' and is_deferred(value.__name__):
         vars(module)[name] = _Deferred(value.__name__, module)
 
 
 class _Deferred:
-  """A module, or a name in one, that is imported when the code that named it uses it.
+  """A module, or a name in a module, that is imported on first use.
 
-  An attribute that the body of the code's module or the text of an annotation names is deferred as well:
-  `SummaryWriter = tf.summary.SummaryWriter`.
+  Attributes accessed in the body of the importing module, such as `SummaryWriter = tf.summary.SummaryWriter`, or in a
+  string annotation are deferred as well.
   """
 
   def __init__(self, path: str, importer: types.ModuleType):
     self._path, self._importer = path, importer
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('__'):  # asked for by `inspect` and the like
+    if name.startswith('__'):  # accessed by `inspect`, for example
       raise AttributeError(name)
     caller = sys._getframe(1)
-    # Python runs a module's body and the text of an annotation under the name `<module>`.
-    scopes = caller.f_globals, caller.f_locals  # typing gives the module's names as the one or the other
-    is_text = caller.f_code.co_name == '<module>' and any(scope is vars(self._importer) for scope in scopes)
-    is_body = is_text or getattr(self._importer.__spec__, '_initializing', False)
+    # Module bodies and string annotations run under the name `<module>`.
+    scopes = caller.f_globals, caller.f_locals  # typing passes the module's names as either
+    is_annotation = caller.f_code.co_name == '<module>' and any(scope is vars(self._importer) for scope in scopes)
+    is_body = is_annotation or getattr(self._importer.__spec__, '_initializing', False)
     if is_body or self._path in _ONLY_CLASSES:
       return _Deferred(f'{self._path}.{name}', self._importer)
-    return getattr(_named(self._path), name)
+    return getattr(_resolve(self._path), name)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return _named(self._path)(*args, **kwargs)
+    return _resolve(self._path)(*args, **kwargs)
 
   def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_named(self._path),)
+    return (_resolve(self._path),)
 
   def __instancecheck__(self, value: Any) -> bool:
-    return self._path.partition('.')[0] in sys.modules and isinstance(value, _named(self._path))
+    return self._path.partition('.')[0] in sys.modules and isinstance(value, _resolve(self._path))
 
   def __or__(self, other: Any) -> Any:
     return typing.Union[self, other]  # noqa: UP007
@@ -209,23 +209,23 @@ class _Deferred:
   __ror__ = __or__
 
 
-def _named(path: str) -> Any:
-  """Returns the module of this path, or the name in a module."""
+def _resolve(path: str) -> Any:
+  """Imports the module or the attribute of a module with this dotted path."""
   parent, _, name = path.rpartition('.')
   try:
     return importlib.import_module(path)
   except ModuleNotFoundError:
     if not parent:
       raise
-  return getattr(_named(parent), name)
+  return getattr(_resolve(parent), name)
 
 
 def find_stand_in(fullname: str) -> ModuleSpec | None:
-  """Returns the spec of a stand-in for a module that cannot be imported; None for every other module."""
+  """Returns the spec of a stand-in if the module needs one, or else None."""
   top = fullname.partition('.')[0]
   is_missing = top in _DATA_PACKAGES and PathFinder.find_spec(top) is None
-  is_needed = is_missing or fullname.removeprefix('lingvo.core.') in _LINGVO
-  return ModuleSpec(fullname, _StandInLoader(), is_package=True) if is_needed else None
+  needs_stand_in = is_missing or fullname.removeprefix('lingvo.core.') in _LINGVO
+  return ModuleSpec(fullname, _StandInLoader(), is_package=True) if needs_stand_in else None
 
 
 class _StandInLoader(importlib.abc.Loader):
@@ -238,20 +238,20 @@ class _StandInLoader(importlib.abc.Loader):
 
 
 class StandIn(types.ModuleType):
-  """A module whose every unknown name is a `StandInClass`."""
+  """A module in which every name is a class of the type StandInClass."""
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith('__'):
       raise AttributeError(name)
-    made = _make_class(self.__name__, name)
-    setattr(self, name, made)
-    return made
+    cls = _make_class(self.__name__, name)
+    setattr(self, name, cls)
+    return cls
 
 
 class StandInClass(abc.ABCMeta):
-  """The class of such a class, good for annotations, `isinstance`, bases and decorators; its names are classes too.
+  """The metaclass of stand-in classes, which work in annotations, `isinstance`, as bases and as decorators.
 
-  It can be called only while a module is imported.
+  Their attributes are stand-in classes too. They can be called only during an import.
   """
 
   def __getattr__(cls, name: str) -> Any:
@@ -261,20 +261,20 @@ class StandInClass(abc.ABCMeta):
 
   def __call__(cls, *args: Any, **kwargs: Any) -> Any:
     if not _is_importing():
-      _refuse(cls)
-    return object.__new__(cls)  # type: ignore[arg-type]  # without the __init__ of a class that extends it
+      _raise_missing(cls)
+    return object.__new__(cls)  # type: ignore[arg-type]  # does not call __init__ of a subclass
 
 
 class _Instance(metaclass=StandInClass):
-  """What a module's body gets when it calls a StandInClass: it can be called there too, as decorators are."""
+  """An instance of a stand-in class, which can be called during an import, like a decorator."""
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('__'):  # asked for by `copy` and the like
+    if name.startswith('__'):  # accessed by `copy`, for example
       raise AttributeError(name)
-    return _refuse(type(self))
+    return _raise_missing(type(self))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return self if _is_importing() else _refuse(type(self))
+    return self if _is_importing() else _raise_missing(type(self))
 
 
 def _make_class(module: str, name: str) -> StandInClass:
@@ -282,28 +282,31 @@ def _make_class(module: str, name: str) -> StandInClass:
 
 
 def _is_importing() -> bool:
-  """Whether a module is being imported: importlib is on the stack."""
+  """Whether a module is being imported, that is, importlib is on the stack."""
   frame: types.FrameType | None = sys._getframe(1)
   while frame is not None and not frame.f_code.co_filename.startswith('<frozen importlib'):
     frame = frame.f_back
   return frame is not None
 
 
-def _refuse(cls: type) -> NoReturn:
-  """Raises a UserError that names a class and the package that it needs."""
+def _raise_missing(cls: type) -> NoReturn:
+  """Raises a UserError with the package that a stand-in class needs."""
   base = cls.__mro__[cls.__mro__.index(_Instance) - 1]
   raise UserError(
-    f'{cls.__module__}.{cls.__qualname__} needs {base.__module__}, which is not installed: give the experiment inputs '
-    'that do without it, by datasets() of a subclass.'
+    f'{cls.__module__}.{cls.__qualname__} needs {base.__module__}, which is not installed: use inputs without it, by '
+    'overriding datasets() in a subclass of the experiment.'
   )
 
 
 def _make_base_input_generator() -> type:
-  """paxml.tasks.lm.input_generator.SyntheticLmData, the input of lm_cloud, extends Lingvo's BaseInputGenerator."""
+  """Returns a minimal BaseInputGenerator of Lingvo.
+
+  paxml.tasks.lm.input_generator.SyntheticLmData, the input of lm_cloud, extends it.
+  """
   from lingvo.core import hyperparams
 
   class BaseInputGenerator:
-    """As much of Lingvo's class as an input needs that defines `_InputBatch`."""
+    """The part of Lingvo's class that inputs with `_InputBatch` need."""
 
     @classmethod
     def Params(cls) -> Any:  # noqa: N802

@@ -1,12 +1,12 @@
-"""PaxTask: a Paxml SingleTask as a task of ours; its steps are Paxml's own pure functions inside our partitioned step.
+"""PaxTask: a Paxml SingleTask as a task of this package, which calls Paxml's pure step functions.
 
     task = PaxTask(task=praxis.base_hyperparams.instantiate(task_config), input_spec=train_input.element_spec())
     model = partition_spmd_model(task, mesh, task.input_spec)
 
-Loss, learner, optimizer state, random numbers and the order of all operations are those of `paxml.trainer_lib`, so a
-run follows the real Paxml. Ours are the mesh, the padding of uneven weights, checkpoints, inputs and the loop.
-The random numbers are drawn as `paxml.main` draws them: the generator is `rbg`; the key of `task.train.random_seed` is
-split into a key for the initial variables and the root of the train, eval and decode keys.
+`paxml.trainer_lib` computes the loss, the updates and the optimizer state, so a run has Paxml's numbers. This package
+provides the mesh, the padding of uneven weights, checkpoints, inputs and the loop. Random keys are derived as in
+`paxml.main`: the PRNG is `rbg`, and the key of `task.train.random_seed` is split into a key for the initial variables
+and a root key for the train, eval and decode steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from spmd_tasks.bridges.pax._variables import (
   cast_floats,
   cast_variables,
   praxis_context,
-  spec_of_partition,
+  weight_spec,
 )
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.learning import LearnerState
@@ -40,7 +40,7 @@ from spmd_tasks.runtime.task import Batch, Variables
 from spmd_tasks.sharding.reductions import sums_of_squares
 from spmd_tasks.sharding.weights import replicated_spec
 
-# Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
+# Our name of a metric -> the name of the learner's summary in Paxml.
 _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
 
 
@@ -48,15 +48,15 @@ _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'l
 class PaxTask(BaseTask):
   """A built `paxml.tasks_lib.SingleTask` as a BaseTask.
 
-  Its steps do not accumulate gradients, and no step is skipped: Paxml applies updates that are not finite, too.
+  Its steps do not accumulate gradients. As in Paxml, nonfinite updates are applied, not skipped.
 
   Attributes:
-    task: the SingleTask, with its model and its learner.
-    input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
-    eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
-    first_decoded_step: a decode job leaves out earlier checkpoints (`decode_start_after_n_steps`).
+    task: the SingleTask, with its model and learner.
+    input_spec: name -> global shape and dtype of the training batch, with which the model is initialized.
+    eval_with_ema: whether to evaluate the optimizer's averaged weights (`eval_use_ema_states`).
+    first_decoded_step: decode jobs skip checkpoints before this step (`decode_start_after_n_steps`).
     model: the Praxis model, `task.model`.
-    decode: None: a decode job decodes batches by the model's own `decode`, see `make_decoder`.
+    decode: None, because decode jobs call the model's `decode` on batches (`make_decoder`).
   """
 
   task: tasks_lib.SingleTask
@@ -69,37 +69,37 @@ class PaxTask(BaseTask):
   def __post_init__(self):
     if self.eval_with_ema and not tasks_lib.has_ema(self.task):
       raise UserError(
-        'eval_with_ema (task.train.eval_use_ema_states) needs averaged weights: set '
-        'task.train.learner.optimizer.ema_decay, for example to 0.9999.'
+        'eval_with_ema (task.train.eval_use_ema_states) requires averaged weights: set '
+        'task.train.learner.optimizer.ema_decay, such as 0.9999.'
       )
-    _check_loss_names(self.task.loss_aggregator_inst)
+    _name_losses_in_errors(self.task.loss_aggregator_inst)
     object.__setattr__(self, 'model', self.task.model)
 
   @functools.cached_property
   def weight_hparams(self) -> Any:
-    """The model's variables as Praxis declares them: a tree of WeightHParams by collection."""
-    with self._calling('the declaration of variables', self.input_spec):
-      declared = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
-    declared.pop('params_axes', None)
-    return declared
+    """The WeightHParams of the model's variables by collection."""
+    with self._praxis_call('the declaration of variables', self.input_spec):
+      weight_hparams = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
+    weight_hparams.pop('params_axes', None)
+    return weight_hparams
 
   @contextlib.contextmanager
-  def _calling(self, what: str, batch: Iterable[str] = (), do_eval: bool | None = None) -> Iterator[None]:
-    """Enters the context of Praxis; errors of the model's code, or of Praxis about its fields, become UserErrors."""
-    named = naming_own_code(f'{what} of {type(self.model).__name__}', keys=batch, part=self.model)
-    with named, praxis_context(do_eval=do_eval):
+  def _praxis_call(self, what: str, batch: Iterable[str] = (), do_eval: bool | None = None) -> Iterator[None]:
+    """Enters the context of Praxis, in which errors of the model's code become UserErrors."""
+    name_errors = naming_own_code(f'{what} of {type(self.model).__name__}', keys=batch, part=self.model)
+    with name_errors, praxis_context(do_eval=do_eval):
       yield
 
   def make_key(self, seed: int) -> jax.Array:
-    """Returns Paxml's root key of the seed."""
+    """Returns Paxml's root key for a seed."""
     return jax.random.key(seed, impl=PRNG_IMPL)
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
-    """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares.
+    """Initializes the model's variables as Paxml does, in boxes with their split dims.
 
     Raises a UserError if the learner trains no variable.
     """
-    with self._calling('the initialization', batch):
+    with self._praxis_call('the initialization', batch):
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
         self.task,
@@ -114,7 +114,7 @@ class PaxTask(BaseTask):
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0 with Paxml's optimizer state."""
-    with self._calling('the optimizer state'):
+    with self._praxis_call('the optimizer state'):
       state = self.task.create_train_state(variables, self.weight_hparams)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -130,29 +130,29 @@ class PaxTask(BaseTask):
     )
 
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns one WeightSpec per leaf of the learner's state, split as Paxml splits them."""
+    """Returns one WeightSpec per leaf of the learner's state, sharded as in Paxml."""
     specs = jax.tree.map(replicated_spec, abstract_learner)
     try:
       partition = self.task.create_train_state_partition_specs(self.weight_hparams)
     except ValueError as error:
       if 'init_partition_spec' not in str(error):
         raise
-      name = type(self.task.learners[0].optimizer).__name__  # one for pmap
-      logging.warning('The optimizer %s has no split dims for its state, which every device has as a whole.', name)
+      name = type(self.task.learners[0].optimizer).__name__  # an optimizer for pmap
+      logging.warning('The optimizer %s has no split dims for its state, which is replicated.', name)
       return specs
-    # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
+    # By path, because masked parts are MaskedNodes in the state, and may be None in the partition specs.
     by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
     opt_state = jax.tree_util.tree_map_with_path(
-      lambda path, leaf: spec_of_partition(leaf, by_path[path]), abstract_learner.opt_state
+      lambda path, leaf: weight_spec(leaf, by_path[path]), abstract_learner.opt_state
     )
     return specs.replace(opt_state=opt_state)
 
   def train_step(
     self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Applies Paxml's `train_step_single_learner`; returns the new state and its metrics (`_train_metrics`)."""
-    _refuse_examples(keeps_examples)
-    with self._calling('the train step', batch):
+    """Calls Paxml's `train_step_single_learner`; returns the new state and the metrics (`_train_metrics`)."""
+    _check_no_examples(keeps_examples)
+    with self._praxis_call('the train step', batch):
       root, _ = jax.random.split(state.rng)
       train_key, _, _ = jax.random.split(root, 3)
       new_state, output = trainer_lib.train_step_single_learner(
@@ -169,7 +169,7 @@ class PaxTask(BaseTask):
       step=new_state.step.astype(jnp.int32),
       weights=variables.pop('params'),
       learner=state.learner.replace(opt_state=new_state.opt_states),
-      # A model that computes in bfloat16 updates them in it. Paxml keeps them so; these are the same values.
+      # A model that computes in bfloat16 returns bfloat16, which Paxml keeps; a cast to float32 is exact.
       non_trainable=jax.tree.map(
         lambda old, new: new.astype(old.dtype),
         state.non_trainable,
@@ -181,12 +181,12 @@ class PaxTask(BaseTask):
   def eval_step(
     self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
   ) -> dict[str, clu_metrics.Metric]:
-    """Evaluates one batch by Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
+    """Calls Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
 
-    What a model draws at random in evaluation, such as BERT's masks, depends on the train step, as Paxml's does.
+    As in Paxml, random numbers in evaluation, such as BERT's masks, depend on the train step.
     """
-    _refuse_examples(keeps_examples)
-    with self._calling('the eval step', batch):
+    _check_no_examples(keeps_examples)
+    with self._praxis_call('the eval step', batch):
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
       _, eval_key, _ = jax.random.split(root, 3)
       _, output = trainer_lib.eval_step_single_learner(
@@ -200,12 +200,12 @@ class PaxTask(BaseTask):
     return _eval_metrics(self.task, output)
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
+    """Returns the model's predictions in evaluation mode; for a language model, `ids` suffice as the batch."""
     model = self.model
-    with self._calling('compute_predictions', batch, do_eval=True):
+    with self._praxis_call('compute_predictions', batch, do_eval=True):
       predictions, _ = model.apply(
         cast_variables(variables, self.weight_hparams, model.fprop_dtype),
-        cast_floats(to_nested_map(complete_tokens(batch)), model.fprop_dtype),  # paddings too, as in a train step
+        cast_floats(to_nested_map(complete_tokens(batch)), model.fprop_dtype),  # also paddings, as in a train step
         method=model.compute_predictions,
         mutable=self.task.evaluate.apply_mutable_list,
       )
@@ -214,13 +214,17 @@ class PaxTask(BaseTask):
   def decode_step(
     self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array, *, in_training: bool = False
   ) -> Any:
-    """Decodes a batch by Paxml's `decode_step`; returns a `trainer_lib.StepFnOutput` without a loss.
+    """Calls Paxml's `decode_step`; returns a `trainer_lib.StepFnOutput` without a loss.
 
-    `step` (int32) is the train step of the variables, `number` (int32) that of the batch in its dataset, from 1.
-    A training job draws from the seed of training, a decode job from that of decoding.
+    Args:
+      variables: the variables.
+      batch: the batch.
+      step: int32, the train step of the variables.
+      number: int32, the number of the batch in its dataset, from 1.
+      in_training: whether to use the seed of training, as in a training job, or the seed of decoding.
     """
     settings = self.task.decode
-    with self._calling('the decode step', batch):
+    with self._praxis_call('the decode step', batch):
       seed = self.task.train.random_seed if in_training else settings.random_seed
       root, _ = jax.random.split(jax.random.PRNGKey(seed))
       key = jax.random.split(root, 3)[2] if in_training else jax.random.split(root)[0]
@@ -244,44 +248,44 @@ class PaxTask(BaseTask):
     )
 
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
-    """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts.
+    """Returns the PaxDecoder of a job, with which programs.decode decodes batches instead of prompts.
 
     Raises a UserError if the model has no `decode`.
     """
     if type(self.model).decode is base_model.BaseModel.decode:
       name = type(self.model).__name__
-      raise UserError(f'{name} has no decode(), which makes what decode jobs write: define it, or use --mode eval.')
+      raise UserError(f'{name} has no decode(), which decode jobs call: define it, or use --mode eval.')
     from spmd_tasks.bridges.pax._decode import PaxDecoder
 
     return PaxDecoder(*arguments, first_step=self.first_decoded_step, **named)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""
+    """Returns the variables to evaluate: the trained ones, or the optimizer's averages."""
     return self.averaged_variables(state) if self.eval_with_ema else state.variables
 
   def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    """Whether `evaluation_variables` returns `state.variables`."""
     return not self.eval_with_ema
 
   def decoding_variables(self, state: TrainState) -> Variables:
-    """Returns the variables that Paxml's decode jobs use: averaged wherever the optimizer averages."""
+    """Returns the variables to decode with, as in Paxml: the averages if the optimizer has them."""
     return self.averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables
 
   def averaged_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState, averaged by the optimizer where it averages them."""
-    averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too
+    """Returns the variables of a TrainState, replaced by the optimizer's averages if there are any."""
+    averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # also statistics of batch normalization
     return state.variables | {name: averaged[name] for name in state.variables if averaged.get(name) is not None}
 
 
-def _refuse_examples(keeps_examples: bool) -> None:
+def _check_no_examples(keeps_examples: bool) -> None:
   if keeps_examples:
     raise UserError(
-      'a PaxTask has no per-example outputs, but a hook, an eval set or --write_examples needs them: leave it out.'
+      'a PaxTask has no per-example outputs, which a hook, an eval set or --write_examples needs: leave it out.'
     )
 
 
 def pax_state(state: TrainState) -> train_states.TrainState:
-  """Returns a TrainState of Paxml with the leaves of ours."""
+  """Converts a TrainState to Paxml's TrainState."""
   return train_states.TrainState(
     step=state.step.astype(jnp.uint32) if hasattr(state.step, 'astype') else state.step,
     mdl_vars=state.variables,
@@ -290,18 +294,19 @@ def pax_state(state: TrainState) -> train_states.TrainState:
 
 
 def _train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
-  """Returns the metrics of a train step, float32, scalars or vectors.
+  """Returns the metrics of a train step, as float32 scalars or vectors.
 
   They are `loss`, `loss_weight`, `skipped` (always 0), `weight_norm`, the model's weighted scalars and clu metrics, and
-  what Paxml summarises as scalars.
+  Paxml's scalar summaries.
 
   Args:
-    task, output: the SingleTask, and the `trainer_lib.StepFnOutput` of its step.
-    squares: the sums of the squares of the new weights, a tree.
+    task: the SingleTask.
+    output: the `trainer_lib.StepFnOutput` of its step.
+    squares: a tree of the sums of squares of the new weights.
   """
   summaries = _scalar_summaries(output.summary_tensors)
   metrics = {name: value for name, (value, _) in output.weighted_scalars.items()} | summaries
-  metrics |= _computed(output.clu_metrics or {})
+  metrics |= _clu_values(output.clu_metrics or {})
   metrics |= {ours: summaries[theirs] for ours, theirs in _LEARNER_SUMMARIES.items() if theirs in summaries}
   metrics |= {
     'loss': output.loss,
@@ -313,43 +318,43 @@ def _train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]
 
 
 def _eval_metrics(task: Any, output: Any) -> dict[str, clu_metrics.Metric]:
-  """Returns averages of an eval step's weighted scalars and loss, and the metrics of clu that the model returns."""
+  """Returns averages of an eval step's weighted scalars and loss, and the clu metrics of the model."""
   means = dict(output.weighted_scalars) | {'loss': (output.loss, _loss_weight(task, output))}
   averages = {}
-  for name, (mean, weight) in means.items():  # numbers of Python among them
+  for name, (mean, weight) in means.items():  # may be Python numbers
     mean, weight = jnp.asarray(mean, jnp.float32), jnp.asarray(weight, jnp.float32)
     averages[name] = clu_metrics.Average(total=mean * weight, count=weight)
   return dict(output.clu_metrics or {}) | averages
 
 
-def _check_loss_names(aggregator: Any) -> None:
-  """Makes Paxml's aggregator of losses name a loss that the model does not return, where it only asserts."""
+def _name_losses_in_errors(aggregator: Any) -> None:
+  """Makes Paxml's LossAggregator raise a UserError for an unknown loss, in place of its bare assertion."""
   if type(aggregator) is not base_metrics.LossAggregator:
     return
   aggregate = aggregator.aggregate
 
-  def checked(losses: Any) -> Any:
+  def checked_aggregate(losses: Any) -> Any:
     if aggregator.loss_key not in losses:
       raise UserError(
-        f'task.train.learner.loss_name = {aggregator.loss_key!r} is none of the losses that compute_loss of the model '
-        f'returns first: take one of {sorted(losses)}.'
+        f'task.train.learner.loss_name = {aggregator.loss_key!r} must be one of the weighted scalars of compute_loss: '
+        f'{sorted(losses)}.'
       )
     return aggregate(losses)
 
-  aggregator.aggregate = checked
+  aggregator.aggregate = checked_aggregate
 
 
-def _computed(metrics: Any) -> dict[str, jax.Array]:
-  """Returns the values of metrics of clu that can be computed on devices; others are seen in evals alone."""
-  found = {}
+def _clu_values(metrics: Any) -> dict[str, jax.Array]:
+  """Returns the values of clu metrics that can be computed on devices; the others are only computed in evals."""
+  values = {}
   for name, metric in metrics.items():
     try:
       value = metric.compute()
-    except jax.errors.JAXTypeError:  # by NumPy on the host
+    except jax.errors.JAXTypeError:  # computed with NumPy
       continue
     if isinstance(value, jax.Array):
-      found[name] = value
-  return found
+      values[name] = value
+  return values
 
 
 def _loss_weight(task: Any, output: Any) -> jax.Array:
@@ -358,14 +363,14 @@ def _loss_weight(task: Any, output: Any) -> jax.Array:
     return jnp.asarray(output.clu_metrics[name].weight)
   if name in output.weighted_scalars:
     return jnp.asarray(output.weighted_scalars[name][1])
-  return jnp.ones(())  # several losses are added up: Paxml has no weight of their sum
+  return jnp.ones(())  # a sum of several losses has no weight in Paxml
 
 
 def _scalar_summaries(summaries: Any) -> dict[str, jax.Array]:
-  """Returns the summaries that are one number, by the name that Paxml gave, without the type at its end."""
-  found: dict[str, Any] = {}
+  """Returns the scalar summaries by their names in Paxml, without the suffix for the type."""
+  scalars: dict[str, Any] = {}
   for name, value in py_utils.NestedMap(summaries).FlattenItems():
     values = value if isinstance(value, list | tuple) else [value]
     if all(hasattr(item, 'ndim') and item.ndim == 0 for item in values):
-      found[name.removesuffix('_scalar').removesuffix('_aggregate')] = sum(values) / len(values)
-  return found
+      scalars[name.removesuffix('_scalar').removesuffix('_aggregate')] = sum(values) / len(values)
+  return scalars

@@ -107,7 +107,7 @@ def test_names_shapes_and_dtypes_are_those_that_paxml_says(real):
       {'mdl_vars.params.lm.final_ln.bias': (33,)},
       r'mdl_vars.params.lm.final_ln.bias must be float32\[33\], but the checkpoint has float32\[32\]',
     ),
-    ({'opt_states_0.no_prefix_4.count': None}, r'no_prefix_4.count int32\[\] of the checkpoint has no place'),
+    ({'opt_states_0.no_prefix_4.count': None}, r'no_prefix_4.count int32\[\] .* not in the model'),
   ],
   ids=['missing', 'too large', 'left over'],
 )
@@ -187,7 +187,7 @@ def test_complete_checkpoints_are_found_and_told_from_ours(real, tmp_path):
   assert [*pax_checkpoints(directory)] == [3, 12]
   assert checkpoint_format(directory) == 'pax'
   assert open_pax_checkpoint(directory).step == 12
-  with pytest.raises(UserError, match=r'no complete checkpoint of Paxml of step 20: its steps are \[3, 12\]'):
+  with pytest.raises(UserError, match=r'step 20: .*\[3, 12\]'):
     open_pax_checkpoint(directory, 20)
-  with pytest.raises(UserError, match='name the directory `checkpoints` of a Pax job'):
+  with pytest.raises(UserError, match='of a Pax job'):
     open_pax_checkpoint(directory / 'missing')

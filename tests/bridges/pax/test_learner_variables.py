@@ -21,12 +21,12 @@ for words, settings in (
   (None, dict(bprop_variable_exclusion='.*softmax.*')),
   ("no variable is trained with task.train.learner.bprop_variable_exclusion = '.*'",
    dict(bprop_variable_exclusion='.*')),
-  ("bprop_variable_inclusion = ['softmax'], which is compared with whole names such as 'params/lm/",
+  ("bprop_variable_inclusion = ['softmax'], which must match whole names such as 'params/lm/",
    dict(bprop_variable_inclusion=['softmax'])),
-  ('give one of them', dict(bprop_variable_exclusion='a', bprop_variable_inclusion='b')),
+  ('set only one', dict(bprop_variable_exclusion='a', bprop_variable_inclusion='b')),
   (None, auxiliary | dict(auxiliary_regex=['.*softmax'])),
   (None, auxiliary | dict(auxiliary_regex=['.*'])),
-  ("auxiliary_regex ['.*softmax', '.*lm/s'] match 'params/lm/softmax/w' all",
+  ("['.*softmax', '.*lm/s'], which all match 'params/lm/softmax/w'",
    two | dict(auxiliary_regex=['.*softmax', '.*lm/s'])),
 ):
   fields = dict(cls=learners.Learner, name='l', loss_name='loss', optimizer=adam.clone()) | settings

@@ -28,7 +28,7 @@ WORDS = {
   'train': 'step 3/3  loss',
   'eval': 'step 3  eval valid: ',
   'decode': 'step 3  decode prompts: 14 outputs of 2 batches',
-  'decode_once': 'decode prompts: done already',
+  'decode_once': 'decode prompts: already done',
   'plan': 'plan: compiling the eval step',
   'replay': '',
   'print_config': '',
@@ -39,7 +39,7 @@ WORDS = {
   'export t5x': '--mode export needs the model, the loss and the learner of a Task',
   'plan decode': 'text generation needs the model, the loss and the learner of a Task',
   'decode a file': 'decodes batches of its own datasets',
-  'decode none': 'return some from its decode_datasets()',
+  'decode none': 'decode_datasets()',
 }
 REFUSED = [*WORDS][[*WORDS].index('preview') :]
 CASES = list(dict.fromkeys((*(mode.name for mode in all_modes()), *WORDS)))
@@ -101,7 +101,7 @@ def test_training_evaluates_and_decodes_if_it_is_asked_to(runs):
   assert code == exit_codes.OK, said
   assert list(binary.column(first / 'eval' / 'valid', 'loss')) == [3]
   assert outputs(first) == outputs(second)  # those of step 3 alone
-  assert 'Without effect here: task.train.max_inflight_steps = 5 (one step is launched ahead).' in said
+  assert 'task.train.max_inflight_steps = 5 (one step is dispatched ahead)' in said
   _, said = ends['train']
   assert 'eval valid' not in said
   assert 'decode prompts' not in said
@@ -160,8 +160,8 @@ def test_a_checkpoint_of_paxml_decodes_to_the_same_text(job, run_pax_together, t
   )
   runs = run_pax_together(*decode)
   assert [code for code, _ in runs] == [0, exit_codes.USAGE, 0, exit_codes.USAGE], runs
-  assert f'has the outputs of weights of {places[0]}/checkpoints/checkpoint_00000003, not of {places[1]}' in runs[1][1]
-  assert 'done already' in runs[2][1]
+  assert f'has outputs of the weights of {places[0]}/checkpoints/checkpoint_00000003, not of {places[1]}' in runs[1][1]
+  assert 'already done' in runs[2][1]
   for name, values in outputs(tmp_path / 'own').items():
     for our, expected in zip(values, outputs(job)[name], strict=True):
       np.testing.assert_allclose(our.pop('logprobs'), expected.pop('logprobs'), atol=1e-5)

@@ -65,7 +65,7 @@ def ended_runs(run_pax_together, tmp_path_factory):
     ('--exp', 'pax_cases.ending.UntilTarget', *FLAGS, *flags), eval_only
   )
   assert code == eval_code == exit_codes.OK, said + eval_said
-  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, says so.' in said
+  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, returned True.' in said
   return directory, eval_said
 
 

@@ -81,9 +81,9 @@ import types
 from pax_lab import dense_lm
 from paxml import tasks_lib
 from praxis import base_input
-from spmd_tasks.bridges.pax._unread import UNREAD, unread_settings
+from spmd_tasks.bridges.pax._ignored_settings import IGNORED, describe_ignored_settings
 
-paths = {path: mode for mode, table in UNREAD.items() for path in table}
+paths = {path: mode for mode, table in IGNORED.items() for path in table}
 SingleTask = tasks_lib.SingleTask
 READ = {
   'task.train': '''learner num_train_steps save_interval_steps save_keep_interval_duration save_max_to_keep
@@ -127,13 +127,13 @@ def job_with(path, value, **switches):
 
 for path, mode in paths.items():
   mode = {'every': 'eval', 'decode': 'decode_once'}.get(mode, mode)
-  sentence = unread_settings(job_with(path, None), mode)
-  assert sentence.startswith(f'Without effect here: {path} = '), (path, sentence)
+  sentence = describe_ignored_settings(job_with(path, None), mode)
+  assert sentence.startswith(f'These settings have no effect: {path} = '), (path, sentence)
   assert sentence.count('(') == 1, sentence
-assert unread_settings(job_with('task.train.random_seed', 5), 'train') == ''
+assert describe_ignored_settings(job_with('task.train.random_seed', 5), 'train') == ''
 for name in ('decode_interval_steps', 'decode_start_after_n_steps', 'decode_use_ema_states'):
-  assert unread_settings(job_with(f'task.train.{name}', None, decode_during_train=True), 'train') == ''
-assert unread_settings(job_with('task.train.eval_interval_steps', 7, eval_every_steps=7), 'train') == ''
+  assert describe_ignored_settings(job_with(f'task.train.{name}', None, decode_during_train=True), 'train') == ''
+assert describe_ignored_settings(job_with('task.train.eval_interval_steps', 7, eval_every_steps=7), 'train') == ''
 """
 
 
