@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from paxml import base_metrics, summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, base_model, py_utils
 
+from spmd_tasks.bridges.pax._decode import PaxDecoder
 from spmd_tasks.bridges.pax._input import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._variables import (
@@ -255,8 +256,6 @@ class PaxTask(BaseTask):
     if type(self.model).decode is base_model.BaseModel.decode:
       name = type(self.model).__name__
       raise UserError(f'{name} has no decode(), which decode jobs call: define it, or use --mode eval.')
-    from spmd_tasks.bridges.pax._decode import PaxDecoder
-
     return PaxDecoder(*arguments, first_step=self.first_decoded_step, **named)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
