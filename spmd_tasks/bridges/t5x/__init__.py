@@ -1,13 +1,13 @@
-"""T5X's models, checkpoints and setups: read, trained on and written back, to T5X's numbers; T5X is never imported.
+"""Runs T5X's gin setups with T5X's numbers, and reads and writes its checkpoints, without importing T5X.
 
     spmd-tasks --gin_file pretrain.gin --gin.MODEL_DIR="'runs/t5'" --mode train
     spmd-tasks --exp t5.V11Small --mode train --set init_from=t5x:MODEL_DIR --job_log_dir runs/t5
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR
 
-Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
-goes on from a checkpoint of T5X, and T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs, as prompts, and
-their metric_fns), `_gin.py` (reads gin files, and those of T5X and Flaxformer from the folder `gin`),
-`_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and `_gin_start.py`.
+Read `_files.py` (files of checkpoints), `_weights.py` (rules between T5X's arrays and ours) and `origin.py` (a job
+starts from a checkpoint of T5X, or exports one). Then read `_seqio.py` (SeqIO tasks as inputs and prompts, and their
+metrics), `_gin.py` (reads gin files; the folder `gin` has T5X's and Flaxformer's), `_gin_translation.py` (gin bindings
+to fields of an experiment), `experiments.py` (that experiment) and `_gin_start.py` (the command).
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ with lazy_exports(globals(), 'EXTENSION'):
 
 
 def _expand(flags: Any) -> int | None:
+  """Translates a gin setup to --exp and --set; returns an exit code if that is all the command does."""
   if not (flags.gin_file or flags.gin or flags.translate or (flags.exp or '').endswith('.gin')):
     return None
   from spmd_tasks.bridges.t5x import _gin_start
@@ -41,9 +42,9 @@ EXTENSION = Extension(
     ),
   ),
   flags=(
-    Flag(name='gin_file', metavar='FILE', repeats=True, help="a gin setup of T5X's, in place of --exp; repeatable"),
-    Flag(name='gin', metavar='NAME=VALUE', repeats=True, help="as T5X's --gin.NAME=VALUE: binds a value of the setup"),
-    Flag(name='gin_search_paths', metavar='DIR', repeats=True, help='where gin files and includes lie; repeatable'),
+    Flag(name='gin_file', metavar='FILE', repeats=True, help='a gin setup of T5X, in place of --exp; repeatable'),
+    Flag(name='gin', metavar='NAME=VALUE', repeats=True, help="binds a value of the setup, as T5X's --gin.NAME=VALUE"),
+    Flag(name='gin_search_paths', metavar='DIR', repeats=True, help='directory with gin files; repeatable'),
     Flag(name='translate', metavar='FILE', help='write the gin setup as a Python file, and exit'),
   ),
   expand=_expand,

@@ -1,11 +1,11 @@
-"""Reads gin files as T5X's users write them: bindings, macros, references and includes, without importing anything.
+"""Reads gin files with bindings, macros, references and includes, without importing what they name.
 
     setup = read_setup(['made_up_sums.gin'], ["MODEL_DIR = 'runs/sums'"])
     setup.node('__main__.train').get('total_steps')      # macros resolved; @references are Nodes
-    setup.node('__main__.train').rest()                  # its bindings that nobody has asked for
+    setup.node('__main__.train').unread()                # its bindings that were not read
 
-The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
-not be installed. The folder `gin` has the settings of T5X's and Flaxformer's own files that decide numbers: defaults of
+The gin-config library parses. Names are resolved by the imports in the files (gin's dynamic registration), so T5X need
+not be installed. The folder `gin` has the settings of T5X's and Flaxformer's own files that affect numbers: defaults of
 runs, sizes and parts of models. It is searched last, after an installed T5X.
 """
 
@@ -44,7 +44,7 @@ class _Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-  """A configurable of a setup, in a scope: what a reference `@scope/package.Name()` stands for."""
+  """A configurable of a setup in a scope, such as the reference `@scope/package.Name()`."""
 
   setup: 'Setup' = dataclasses.field(repr=False, compare=False)
   scope: str  # may be ''
@@ -58,34 +58,39 @@ class Node:
   def get(self, argument: str, default: Any = MISSING, kind: type | tuple[type, ...] = object) -> Any:
     """Returns the value of an argument, with macros and references resolved.
 
-    Raises a UserError if the argument is bound to nothing (or to gin.REQUIRED), and has no default, or to a value that
-    is neither the default nor of the kind.
+    Args:
+      argument: the name of the argument.
+      default: its value if it is not bound.
+      kind: the type of its value, or a tuple of types; the default may have another type.
+
+    Raises:
+      UserError: the argument is not bound (or bound to gin.REQUIRED) and has no default, or its value has another type.
     """
     for scope in dict.fromkeys((self.scope, '')):
-      for (bound_scope, selector, bound), value in self.setup.bindings.items():
-        if bound == argument and bound_scope == scope and _is_name_of(selector, self.selector):
-          self.setup.read.add((bound_scope, selector, bound))
-          found = self.setup.resolve(value, f'{self.selector}.{argument}')
-          if not isinstance(found, kind) and found != default:
+      for (bound_scope, selector, bound_argument), value in self.setup.bindings.items():
+        if bound_argument == argument and bound_scope == scope and _matches(selector, self.selector):
+          self.setup.read.add((bound_scope, selector, bound_argument))
+          resolved = self.setup.resolve(value, f'{self.selector}.{argument}')
+          if not isinstance(resolved, kind) and resolved != default:
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            wanted = ' or '.join(_KINDS.get(each, each.__name__) for each in kinds)
-            raise UserError(f'{self}.{argument} = {found!r} must be {wanted}.')
-          return found
+            kind_names = ' or '.join(_KINDS.get(cls, cls.__name__) for cls in kinds)
+            raise UserError(f'{self}.{argument} = {resolved!r} must be {kind_names}.')
+          return resolved
     if default is MISSING:
-      raise UserError(f'the gin setup has no value for {self}.{argument}: bind it, or include the file that does.')
+      raise UserError(f'the gin setup has no value for {self}.{argument}: bind it, or include a file that binds it.')
     return default
 
-  def part(self, argument: str, default: Any = MISSING) -> Any:
-    """Returns the configurable that an argument refers to, a Node, or the default."""
+  def get_node(self, argument: str, default: Any = MISSING) -> Any:
+    """Returns the Node to which an argument refers, or the default."""
     return self.get(argument, default, kind=Node)
 
-  def rest(self) -> list[str]:
-    """Returns the arguments that are bound and that `get` was never asked for, as `name = value` texts."""
+  def unread(self) -> list[str]:
+    """Returns the bindings that `get` did not read, as texts `name = value`."""
     return [
       f'{selector}.{argument} = {value!r}'
       for (scope, selector, argument), value in self.setup.bindings.items()
       if scope in ('', self.scope)
-      and _is_name_of(selector, self.selector)
+      and _matches(selector, self.selector)
       and (scope, selector, argument) not in self.setup.read
     ]
 
@@ -95,9 +100,15 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """All bindings of a setup, by (scope, selector, argument); `read` are those that were asked for.
+  """The contents of gin files.
 
-  `imports` has modules by the names under which the files import them, `flags` the macros that --gin binds.
+  Attributes:
+    bindings: (scope, selector, argument) -> value.
+    macros: name -> value.
+    imports: the name by which the files import a module -> the module.
+    files: the names of the files that were read.
+    read: the keys of `bindings` that `Node.get` has read.
+    flags: the macros that --gin binds.
   """
 
   bindings: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
@@ -108,65 +119,77 @@ class Setup:
   flags: set[str] = dataclasses.field(default_factory=set)
 
   def node(self, selector: str) -> Node | None:
-    """Returns a configurable without a scope; None if nothing is bound to it."""
-    bound = any(_is_name_of(each, selector) for _, each, _ in self.bindings)
-    return Node(setup=self, scope='', selector=selector) if bound else None
+    """Returns a configurable without a scope; None if it has no bindings."""
+    is_bound = any(_matches(bound_selector, selector) for _, bound_selector, _ in self.bindings)
+    return Node(setup=self, scope='', selector=selector) if is_bound else None
 
   def unused(self, root: Node) -> list[str]:
-    """Returns the configurables, and the macros of flags, to which neither `root` nor what it refers to refers."""
-    found: set[str] = set()  # macros as %NAME
-    news = [root.selector, *(selector for _, selector, _ in self.read)]
-    while news:
-      name = news.pop()
-      if name in found:
+    """Returns the configurables, and the macros of flags, that cannot be reached from `root`."""
+    reached: set[str] = set()  # selectors, and macros as %NAME
+    pending = [root.selector, *(selector for _, selector, _ in self.read)]
+    while pending:
+      name = pending.pop()
+      if name in reached:
         continue
-      found.add(name)
+      reached.add(name)
       values = [self.macros.get(name[1:])] if name.startswith('%') else []
-      values += [v for (_, selector, _), v in self.bindings.items() if _is_name_of(selector, name)]
+      values += [value for (_, selector, _), value in self.bindings.items() if _matches(selector, name)]
       while values:
         value = values.pop()
         if isinstance(value, _Macro | _Reference):
-          news.append(repr(value) if isinstance(value, _Macro) else value.selector)
+          pending.append(repr(value) if isinstance(value, _Macro) else value.selector)
         elif isinstance(value, dict | list | tuple):
           values += value.values() if isinstance(value, dict) else value
-    bound = dict.fromkeys(selector for _, selector, _ in self.bindings)
-    names = [each for each in bound if not any(_is_name_of(each, name) for name in found)]
-    return names + sorted(f'%{name}' for name in self.flags if f'%{name}' not in found)
+    selectors = dict.fromkeys(selector for _, selector, _ in self.bindings)
+    unused = [selector for selector in selectors if not any(_matches(selector, name) for name in reached)]
+    return unused + sorted(f'%{name}' for name in self.flags if f'%{name}' not in reached)
 
-  def resolve(self, value: Any, where: str, within: tuple[str, ...] = ()) -> Any:
-    """Replaces macros and references, within lists and dicts too; `within` are the macros whose value this is."""
+  def resolve(self, value: Any, setting: str, macros: tuple[str, ...] = ()) -> Any:
+    """Replaces macros and references, also in lists and dicts.
+
+    Args:
+      value: a value of a binding or a macro.
+      setting: the name of the binding or macro, for errors.
+      macros: the names of the macros that are being resolved, to find cycles.
+    """
     if isinstance(value, _Macro):
       if f'%{value.name}' == _REQUIRED:
-        raise UserError(f'{where} is required: give --gin.{where.removeprefix("%")}=VALUE.')
+        raise UserError(f'{setting} is required: set --gin.{setting.removeprefix("%")}=VALUE.')
       if value.name not in self.macros and '.' in value.name:  # a constant of a module
         return value.name
       if value.name not in self.macros:
-        raise UserError(f'{where} is the macro %{value.name}, which nothing defines: bind it or include its file.')
-      if value.name in within:
-        raise UserError(f'the macro %{value.name} refers to itself, by way of {where}: bind one of them to a value.')
-      return self.resolve(self.macros[value.name], f'%{value.name}', (*within, value.name))
+        raise UserError(f'{setting} is the undefined macro %{value.name}: bind it, or include a file that binds it.')
+      if value.name in macros:
+        raise UserError(f'the macro %{value.name} refers to itself through {setting}: bind one of them to a value.')
+      return self.resolve(self.macros[value.name], f'%{value.name}', (*macros, value.name))
     if isinstance(value, _Reference):
       return Node(setup=self, scope=value.scope, selector=value.selector)
     if isinstance(value, dict):
-      return {key: self.resolve(each, where, within) for key, each in value.items()}
+      return {key: self.resolve(item, setting, macros) for key, item in value.items()}
     if isinstance(value, list | tuple):
-      return type(value)(self.resolve(each, where, within) for each in value)
+      return type(value)(self.resolve(item, setting, macros) for item in value)
     return value
 
 
-_KINDS = {Node: 'a reference, @NAME', int: 'a whole number', float: 'a number', str: 'a text', list: 'a list'}
+_KINDS = {Node: 'a reference, @NAME', int: 'an integer', float: 'a number', str: 'a string', list: 'a list'}
 _KINDS |= {tuple: 'a tuple', Mapping: 'a dict', type(None): 'None'}
 
 
-def _is_name_of(bound: str, selector: str) -> bool:
-  return selector == bound or selector.endswith(f'.{bound}')
+def _matches(suffix: str, selector: str) -> bool:
+  """Whether a selector, or its last parts, is `suffix`."""
+  return selector == suffix or selector.endswith(f'.{suffix}')
 
 
 def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Sequence[str] = ()) -> Setup:
-  """Reads gin files and further bindings, each `name = value`; what comes later wins.
+  """Reads gin files and bindings, of which later ones win.
 
-  Files are paths, or names of T5X's such as 't5x/configs/runs/pretrain.gin'; they and their includes are looked for in
-  the current directory, then in those of `search`. Raises a UserError if one is not found, or is not gin's syntax.
+  Args:
+    files: paths, or names of T5X's files such as 't5x/configs/runs/pretrain.gin'.
+    bindings: lines `name = value`.
+    search: directories to search for files and includes, after the current directory.
+
+  Raises:
+    UserError: a file is not found or has a syntax error.
   """
   require('t5x', 'gin', wants='a gin setup')
   setup = Setup()
@@ -179,28 +202,28 @@ def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Seque
 
 def _read_file(name: str, setup: Setup, search: Sequence[str], included_by: str) -> None:
   if len(setup.files) > _MAX_FILES:
-    raise UserError(f'more than {_MAX_FILES} gin files are included: {included_by} includes itself.')
-  path = next((path for path in _places(name, search) if path.is_file()), None)
+    raise UserError(f'more than {_MAX_FILES} gin files are included: {included_by} may include itself.')
+  path = next((path for path in _candidate_paths(name, search) if path.is_file()), None)
   if path is None:
     by = f', which {included_by} includes,' if included_by else ''
     raise UserError(
-      f'the gin file {name}{by} is not found: correct the name, or give --gin_search_paths DIR, the directory '
-      'that contains it (it is not among the files of T5X that are known here).'
+      f'the gin file {name}{by} is not found: correct the name, or set --gin_search_paths DIR to the directory that '
+      'contains it. It is not one of the files of T5X that are built in.'
     )
   try:
     text = path.read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f'the gin file {path} cannot be read: {error}.') from error
+    raise UserError(f'the gin file {path} cannot be read ({error}): correct the file.') from error
   setup.files.append(name)
   _read_text(text, name, setup, search)
 
 
-def _places(name: str, search: Sequence[str]) -> Iterator[Path]:
+def _candidate_paths(name: str, search: Sequence[str]) -> Iterator[Path]:
   yield Path(name).expanduser()
   for directory in search:
     yield Path(directory).expanduser() / name
   top = name.split('/')[0]
-  spec = importlib.util.find_spec(top) if '/' in name and top.isidentifier() else None  # an installed t5x, as it is
+  spec = importlib.util.find_spec(top) if '/' in name and top.isidentifier() else None  # such as an installed t5x
   for location in (spec.submodule_search_locations or ()) if spec else ():
     yield Path(location).parent / name
   yield _OWN_FILES / name
@@ -221,8 +244,8 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
     for statement in config_parser.ConfigParser(text, Delegate()):
       kind = type(statement).__name__
       if kind == 'ImportStatement':
-        bound = statement.alias or (statement.module.rpartition('.')[2] if statement.is_from else statement.module)
-        setup.imports[bound] = statement.module
+        alias = statement.alias or (statement.module.rpartition('.')[2] if statement.is_from else statement.module)
+        setup.imports[alias] = statement.module
       elif kind == 'IncludeStatement':
         _read_file(statement.filename, setup, search, name)
       elif kind == 'BindingStatement':
@@ -237,11 +260,11 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
   except (SyntaxError, tokenize.TokenError, RecursionError) as error:  # the last: nested too deeply
     line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
     message = ' '.join(str(error.args[0]).split()).rstrip('.')
-    raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error
+    raise UserError(f'{name}{line} has a syntax error of gin: {message}.') from error
 
 
 def _full_name(selector: str, setup: Setup) -> str:
-  """Returns a selector with the module in place of the name under which a file imports it."""
+  """Replaces the name by which a file imports a module by the module's full name."""
   parts = selector.split('.')
   for end in range(len(parts), 0, -1):
     if (module := setup.imports.get('.'.join(parts[:end]))) is not None:

@@ -1,4 +1,4 @@
-"""Starts a gin setup of T5X: says it by --exp and --set, or writes it as a Python file (--translate)."""
+"""Translates a command with a gin setup to --exp and --set, or writes the setup as a Python file (--translate)."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,46 +21,46 @@ EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 
 
 def start(flags: argparse.Namespace) -> int | None:
-  """Changes the flags of a command that names a gin setup; returns an exit code where --translate is all.
+  """Replaces the flags of a gin setup by --exp and --set; returns an exit code after --translate.
 
-  Raises a UserError if the setup cannot be read, or has something that changes numbers and has no counterpart here.
+  Raises a UserError if the setup cannot be read, or a setting that affects numbers is not supported.
   """
   files = ([flags.exp] if (flags.exp or '').endswith('.gin') else []) + flags.gin_file
   if not files:
-    raise UserError(f'--{"translate" if flags.translate else "gin.NAME"} needs a gin file: give --gin_file FILE.')
+    raise UserError(f'--{"translate" if flags.translate else "gin.NAME"} requires a gin file: add --gin_file FILE.')
   if (flags.exp and flags.exp not in files) or flags.config:
-    raise UserError('--gin_file and --exp, or --config, both name an experiment: give one of them.')
-  setup = read_setup(files, [_binding(each) for each in flags.gin], flags.gin_search_paths)
-  made = translate(setup)
-  _continue_model_dir(made, files, flags)
+    raise UserError('--gin_file and --exp or --config are both set: use one of them.')
+  setup = read_setup(files, [_binding(text) for text in flags.gin], flags.gin_search_paths)
+  translation = translate(setup)
+  _use_model_dir(translation, files, flags)
   if flags.translate:
-    return _write(made, flags.translate, files)
-  for title, notes in (('Not translated', made.missing), ('Done differently', made.notes)):
+    return _write_source(translation, flags.translate, files)
+  for title, notes in (('Not translated', translation.missing), ('Done differently', translation.notes)):
     if notes:
       print('\n'.join([f'{title}:', *(f'  {note}' for note in dict.fromkeys(notes))]), file=sys.stderr, flush=True)
-  if made.missing:
+  if translation.missing:
     raise UserError(
-      f'{len(made.missing)} settings of {files[0]} have no counterpart, see above, so that numbers would differ: '
-      'change them, or write the setup as a Python file by --translate FILE, and change that.'
+      f'{len(translation.missing)} settings of {files[0]} (see above) are not supported, so that numbers would differ: '
+      'change them, or write the setup as a Python file with --translate FILE, and change that.'
     )
-  flags.exp = f'{EXPERIMENTS}.{made.experiment}'
-  flags.overrides = [f'{name}={value}' for name, value in made.fields.items()] + flags.overrides
-  _allow_modules(made.fields.get('task_modules', ()), flags)
+  flags.exp = f'{EXPERIMENTS}.{translation.experiment}'
+  flags.overrides = [f'{name}={value}' for name, value in translation.fields.items()] + flags.overrides
+  _allow_modules(translation.fields.get('task_modules', ()), flags)
   return None
 
 
 def _allow_modules(modules: Sequence[str], flags: argparse.Namespace) -> None:
-  """Lets the modules that --gin names be found in the current directory, as those of --exp are.
+  """Allows the import of task modules: those that --gin names may be in the current directory, like --exp's.
 
-  Raises a UserError for one that only a file names, which anybody may have written, and that is neither below
-  --experiment_path nor of a package that configs may name.
+  Raises a UserError if only a gin file, which may come from anyone, names a module, and it is neither below
+  --experiment_path nor in a package that configs may import.
   """
   is_typed = {name: any(re.search(rf'[\'"]{re.escape(name)}[\'"]', text) for text in flags.gin) for name in modules}
   directories = add_to_search_path(flags.experiment_path)
   for name in modules:
     if not is_typed[name] and not may_be_imported(name, (), directories):
       raise UserError(
-        f'the gin setup names the module {name}, and a file alone never decides what is imported: '
+        f'the gin setup names the module {name}, but a file alone may not import modules: '
         f'{remedy(name.partition(".")[0])}, or name it in the command, as in '
         f'--gin.MIXTURE_OR_TASK_MODULE="\'{name}\'".'
       )
@@ -69,45 +69,44 @@ def _allow_modules(modules: Sequence[str], flags: argparse.Namespace) -> None:
 
 
 def _binding(text: str) -> str:
-  """Returns `NAME=VALUE` of --gin.NAME=VALUE as a line of gin."""
+  """Converts `NAME=VALUE` of --gin.NAME=VALUE to a line of gin."""
   name, equals, value = text.partition('=')
   if not equals:
-    raise UserError(f'--gin.{text} is no binding: write --gin.NAME=VALUE, a text in quotes within quotes.')
+    raise UserError(f'--gin.{text} has no value: write --gin.NAME=VALUE, with strings in quotes within quotes.')
   return f'{name} = {value}'
 
 
-def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Namespace) -> None:
-  """Lets a training run go on from the checkpoints of its MODEL_DIR, or write into a MODEL_DIR that has none of T5X."""
-  if made.mode != 'train' or made.model_dir is None:
+def _use_model_dir(translation: Translation, files: list[str], flags: argparse.Namespace) -> None:
+  """Makes a training run continue from T5X's checkpoints in its MODEL_DIR, or write to a MODEL_DIR without any."""
+  if translation.mode != 'train' or translation.model_dir is None:
     return
-  places = [Path(made.model_dir), *([Path(files[0]).parent] if Path(files[0]).name == 'config.gin' else [])]
+  places = [Path(translation.model_dir), *([Path(files[0]).parent] if Path(files[0]).name == 'config.gin' else [])]
   for place in places:
-    found = (re.fullmatch(r'checkpoint_(\d+)', path.name) for path in place.glob('checkpoint_*'))
-    steps = [int(each[1]) for each in found if each]
-    if steps:
+    matches = (re.fullmatch(r'checkpoint_(\d+)', path.name) for path in place.glob('checkpoint_*'))
+    if steps := [int(match[1]) for match in matches if match]:
       if not flags.job_log_dir and not flags.translate and flags.mode:
         raise UserError(
-          f'{place} holds checkpoints of T5X, from which this job goes on: give --job_log_dir, another directory.'
+          f'{place} has checkpoints of T5X, from which this job continues: set --job_log_dir to another directory.'
         )
-      made.fields |= {'init_from': f't5x:{place}', 'skips_trained_batches': True}
-      made.fields['init_from_step'] = max(steps) or None
-      if made.relative_steps:
-        made.fields['num_train_steps'] = made.relative_steps + max(steps)
+      translation.fields |= {'init_from': f't5x:{place}', 'skips_trained_batches': True}
+      translation.fields['init_from_step'] = max(steps) or None
+      if translation.relative_steps:
+        translation.fields['num_train_steps'] = translation.relative_steps + max(steps)
       return
-  flags.job_log_dir = flags.job_log_dir or str(made.model_dir)
+  flags.job_log_dir = flags.job_log_dir or str(translation.model_dir)
 
 
-def _write(made: Translation, target: str, files: list[str]) -> int:
+def _write_source(translation: Translation, target: str, files: list[str]) -> int:
   path = epath.Path(target)
   if path.exists():
-    raise UserError(f'{path} exists: choose another file by --translate, or delete it.')
+    raise UserError(f'{path} exists: choose another file for --translate, or delete it.')
   name = ''.join(part.title() for part in re.split(r'\W|_', path.stem) if part)
   if not name.isidentifier():
-    raise UserError(f'--translate {target} must be a file whose name can be that of a class, such as my_setup.py.')
+    raise UserError(f'--translate {target} must have a name that a class can have, such as my_setup.py.')
   if not is_remote(path) and not path.parent.is_dir():
-    raise UserError(f'--translate {target}: there is no directory {path.parent}: make it, or name another file.')
+    raise UserError(f'--translate {target} is in {path.parent}, which does not exist: create it, or use another file.')
   with storage_errors(path):
-    write_durably(path, source_file(name, made, files))
-  listed = [f'  {each}' for each in made.missing]
-  print('\n'.join([f'wrote {path}: --exp {path.stem}.{name}', *(['Not translated:', *listed] if listed else [])]))
+    write_durably(path, source_file(name, translation, files))
+  missing = [f'  {text}' for text in translation.missing]
+  print('\n'.join([f'wrote {path}: --exp {path.stem}.{name}', *(['Not translated:', *missing] if missing else [])]))
   return exit_codes.OK

@@ -1,12 +1,12 @@
-"""SeqIoInput: a SeqIO task or mixture by name, as an input whose position is data, as prompts, and with its metrics.
+"""SeqIO tasks and mixtures as inputs (SeqIoInput) and prompts (SeqIoPrompts), and their metrics (SeqIoMetrics).
 
     SeqIoInput(task='my_task', modules=('my_lab.tasks',), lengths={'inputs': 512, 'targets': 114}, batch_size=128)
 
-SeqIO itself reads, preprocesses, packs and converts, so a batch has the numbers that T5X's has, under our names. Its
-pipelines have no random access: a position is found again by reading as many batches, and the last one is compared with
-what the job has trained on. `SeqIoPrompts` decodes the examples, and `TaskJudge` computes the task's metric_fns.
+SeqIO itself reads, preprocesses, packs and converts, so batches have the same numbers as in T5X, under our names. Its
+pipelines have no random access: to resume, the input reads from the beginning, and compares the last batch with the
+one of the interrupted job.
 
-Legend: B global batch size, T length of the targets (in a prefix language model, of both), S of the inputs.
+Shapes: B global batch, T targets (in a prefix language model, inputs and targets), S inputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from spmd_tasks.user_code import place_of_error
 
 ARCHITECTURES = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}  # SeqIO's converters
 
-# SeqIO's name of a feature, ours, and our dtype.
+# SeqIO's name of a feature -> our name and dtype.
 _FEATURES = {
   'decoder_input_tokens': ('ids', np.int32),
   'decoder_target_tokens': ('labels', np.int32),
@@ -45,7 +45,7 @@ _FEATURES = {
 
 
 def import_seqio() -> Any:
-  """Imports SeqIO, and that TensorFlow, without the accelerators. Raises a UserError where it is not installed."""
+  """Imports SeqIO, with TensorFlow limited to the CPU. Raises a UserError if it is not installed."""
   require('t5x', 'seqio', wants='a SeqIO task')
   import_tensorflow()
   import seqio
@@ -54,12 +54,15 @@ def import_seqio() -> Any:
 
 
 def contract_batch(features: Mapping[str, np.ndarray]) -> base.Batch:
-  """Makes a batch of ours of the features of one of SeqIO's converters, [B, T] and [B, S].
+  """Converts the features of a SeqIO feature converter, [B, T] and [B, S], to a batch.
 
-  Features that are not packed have no segments: as in T5X's masks, padding is where the token is 0.
+  Features that are not packed have no segments; as in T5X's masks, tokens 0 are padding.
   """
-  given = [(features[theirs], name, dtype) for theirs, (name, dtype) in _FEATURES.items() if theirs in features]
-  batch = {name: np.asarray(rows).astype(dtype) for rows, name, dtype in given}
+  batch = {
+    name: np.asarray(features[feature]).astype(dtype)
+    for feature, (name, dtype) in _FEATURES.items()
+    if feature in features
+  }
   for prefix, tokens in (('', 'labels'), ('encoder_', 'encoder_ids')):
     if tokens in batch and f'{prefix}segment_ids' not in batch:
       is_token = batch[tokens] > 0
@@ -69,32 +72,32 @@ def contract_batch(features: Mapping[str, np.ndarray]) -> base.Batch:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-  """Imports the modules that register tasks, as SeqIO's users do. Raises a UserError that names one that fails."""
+  """Imports the modules that register tasks. Raises a UserError if an import fails."""
   for name in modules:
     try:
       importlib.import_module(name)
     except Exception as error:
       raise UserError(
         f'the module {name}, which should register SeqIO tasks, cannot be imported: {type(error).__name__}: {error} '
-        f'({place_of_error(error)}). Correct it; --experiment_path DIR names the directory that holds it.'
+        f'({place_of_error(error)}). Correct it, or add its directory with --experiment_path DIR.'
       ) from error
 
 
 def find_task(name: str, modules: Sequence[str] = ()) -> Any:
-  """Returns the registered SeqIO task or mixture of a name. Raises a UserError where there is none."""
+  """Returns the SeqIO task or mixture with a name. Raises a UserError if it is not registered."""
   seqio = import_seqio()
   import_modules(modules)
   try:
     return seqio.get_mixture_or_task(name)
   except ValueError as error:
     raise UserError(
-      f'SeqIO knows no task or mixture {name!r}: name the module that registers it in `modules` (of a gin setup: '
-      '--gin.MIXTURE_OR_TASK_MODULE="\'my_lab.tasks\'").'
+      f'SeqIO has no task or mixture {name!r}: add the module that registers it to `modules`, or in a gin setup set '
+      '--gin.MIXTURE_OR_TASK_MODULE="\'my_lab.tasks\'".'
     ) from error
 
 
 def tokenizer_of_vocabulary(vocabulary: Any) -> Tokenizer:
-  """Returns a tokenizer of ours with the ids of one of SeqIO's vocabularies."""
+  """Returns the tokenizer with the ids of a SeqIO vocabulary."""
   kind, extra_ids = type(vocabulary).__name__, vocabulary.extra_ids
   if kind == 'ByteVocabulary':
     return T5ByteTokenizer(extra_ids=extra_ids)
@@ -102,8 +105,10 @@ def tokenizer_of_vocabulary(vocabulary: Any) -> Tokenizer:
     return SentencePieceTokenizer(path=vocabulary.sentencepiece_model_file, extra_ids=extra_ids)
   if kind == 'PassThroughVocabulary':
     return IdTokenizer(vocab_size=vocabulary.vocab_size, eos_id=vocabulary.eos_id or 1)
-  known = 'ByteVocabulary, SentencePieceVocabulary and PassThroughVocabulary'
-  raise UserError(f'a SeqIO vocabulary of type {kind} has no tokenizer here: {known} have one.')
+  raise UserError(
+    f'the SeqIO vocabulary is a {kind}, which must be a ByteVocabulary, SentencePieceVocabulary or '
+    'PassThroughVocabulary.'
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,27 +117,29 @@ class SeqIoInput:
 
   Attributes:
     task: the name in SeqIO's registry.
-    modules: modules that register it, imported before; they are installed, or on the search path (--experiment_path).
-    lengths: the length of each feature in a row (T5X's task_feature_lengths); None: of the longest example, which is
-      found by reading all of them, without packing.
-    split: of the data source.
-    batch_size: of all processes together.
-    architecture: `encoder_decoder`, `prefix_lm` (inputs and targets are one row, and inputs see each other) or
-      `decoder_only` (targets alone).
-    packing: whether a row holds several examples.
-    loss_on_targets_only: of a prefix language model: whether inputs have no loss.
-    prefix_is_causal: of a prefix language model: whether inputs see only what is before them, as those of T5X's
-      DecoderOnlyModel without `inputs_bidirectional_attention`.
-    shuffle: whether SeqIO shuffles, by `seed`, which also seeds its preprocessors. Shuffling is anew in each epoch.
-    num_epochs: how often the data are read; None: without end.
-    max_batches: how many batches at most. With several epochs their rows are repeated until there are as many.
-    skip_batches: how many batches at the beginning are left out, as those that an earlier run was trained on.
-    num_shards: among how many parts the files are divided, each of which gives as many rows of a batch: as many as T5X
-      had hosts. The batches depend on this number, and not on the number of processes.
-    use_cached: whether SeqIO takes the preprocessed data of its cache directories.
-    trim_output_features: whether SeqIO cuts examples to `lengths`.
-    task_metrics: whether, as an eval set, it computes the metric_fns of its task; only where it has each example once,
-      in a row of its own (`packing=False`, `num_epochs=1`), and not of a mixture.
+    modules: modules to import first, because they register the task. They must be installed or on the search path
+      (--experiment_path).
+    lengths: the length of each feature in a row (T5X's task_feature_lengths); None for the length of the longest
+      example, which requires `packing=False` and reads all examples.
+    split: the split of the data source.
+    batch_size: the global batch size.
+    architecture: `encoder_decoder`, `prefix_lm` (inputs and targets in one row, bidirectional attention in the inputs)
+      or `decoder_only` (only targets).
+    packing: whether to pack several examples into a row.
+    loss_on_targets_only: whether a prefix language model has no loss on inputs.
+    prefix_is_causal: whether a prefix language model has causal attention in the inputs, like T5X's DecoderOnlyModel
+      without `inputs_bidirectional_attention`.
+    shuffle: whether SeqIO shuffles the examples, differently in each epoch.
+    seed: the seed of shuffling and of SeqIO's preprocessors.
+    num_epochs: the number of epochs; None for an infinite input.
+    max_batches: the maximum number of batches. With several epochs, rows are repeated until there are that many.
+    skip_batches: the number of batches to skip at the beginning, such as those that an earlier run trained on.
+    num_shards: the number of shards of the files, each of which provides the same number of rows of a batch; the number
+      of hosts in T5X. Batches depend on it, and not on the number of processes.
+    use_cached: whether SeqIO uses preprocessed data from its cache directories.
+    trim_output_features: whether SeqIO trims examples to `lengths`.
+    task_metrics: whether an eval set computes the task's metric_fns. It then must not be a mixture, and have each
+      example once, in a row of its own (`packing=False`, `num_epochs=1`).
   """
 
   task: str
@@ -158,13 +165,13 @@ class SeqIoInput:
     if self.architecture not in ARCHITECTURES:
       raise UserError(f'architecture {self.architecture!r} must be one of {", ".join(ARCHITECTURES)}.')
     if self.lengths is None and self.packing:
-      raise UserError('lengths = None needs packing = False: rows are then as long as the longest example.')
-    if not all(isinstance(each, int) and each > 0 for each in (self.lengths or {}).values()):
-      raise UserError(f'lengths = {dict(self.lengths or {})} must be whole numbers above 0.')
+      raise UserError('lengths = None requires packing = False.')
+    if not all(isinstance(length, int) and length > 0 for length in (self.lengths or {}).values()):
+      raise UserError(f'lengths = {dict(self.lengths or {})} must be positive integers.')
     if self.num_shards > 1 and self.num_epochs is not None:
       raise UserError(
-        f'num_shards = {self.num_shards} with num_epochs = {self.num_epochs}: the parts would end at different '
-        'batches; set num_shards = 1.'
+        f'num_shards = {self.num_shards} must be 1 with num_epochs = {self.num_epochs}, because shards have different '
+        'lengths.'
       )
     base.shard_rows(self.batch_size, 0, self.num_shards)
 
@@ -179,17 +186,17 @@ class SeqIoInput:
 
   @property
   def inputs_vocabulary(self) -> Any:
-    """SeqIO's vocabulary of the inputs."""
+    """The SeqIO vocabulary of the inputs."""
     return self._task.output_features['inputs'].vocabulary
 
   @functools.cached_property
   def feature_lengths(self) -> dict[str, int]:
-    """Returns the length of each feature in a row, by SeqIO's name of it."""
+    """The length of each feature in a row, by its name in SeqIO."""
     names = ('targets',) if self.architecture == 'decoder_only' else ('inputs', 'targets')
     if self.lengths is not None:
       if {*names} != {*self.lengths}:
-        wanted = f'those of {" and ".join(names)}, the features of the architecture {self.architecture}'
-        raise UserError(f'lengths = {dict(self.lengths)} must give {wanted}.')
+        features = ' and '.join(names)
+        raise UserError(f'lengths = {dict(self.lengths)} must have {features} for architecture {self.architecture!r}.')
       return {name: int(self.lengths[name]) for name in names}
     longest = dict.fromkeys(names, 1)
     for example in self._examples(None).as_numpy_iterator():
@@ -203,8 +210,8 @@ class SeqIoInput:
     if self.architecture == 'prefix_lm' and not self.prefix_is_causal:
       spec['prefix_mask'] = spec['ids']
     if self.architecture == 'encoder_decoder':
-      of_encoder = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
-      spec |= dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), of_encoder)
+      encoder_spec = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
+      spec |= dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), encoder_spec)
     return spec
 
   def _examples(self, lengths: Mapping[str, int] | None, shard: int = 0) -> Any:
@@ -212,7 +219,7 @@ class SeqIoInput:
     seqio = import_seqio()
     if self.split not in self._task.splits:
       splits = ', '.join(sorted(self._task.splits))
-      raise UserError(f'SeqIO task {self.task} has no split {self.split!r}: it has {splits}.')
+      raise UserError(f'SeqIO task {self.task} has no split {self.split!r}: choose one of {splits}.')
     return self._task.get_dataset(
       lengths,
       split=self.split,
@@ -226,12 +233,12 @@ class SeqIoInput:
 
   def converter(self) -> Any:
     """Returns SeqIO's feature converter."""
-    of_prefix = {'loss_on_targets_only': self.loss_on_targets_only} if self.architecture == 'prefix_lm' else {}
+    options = {'loss_on_targets_only': self.loss_on_targets_only} if self.architecture == 'prefix_lm' else {}
     converter = getattr(import_seqio(), f'{ARCHITECTURES[self.architecture]}FeatureConverter')
-    return converter(pack=self.packing, **of_prefix)
+    return converter(pack=self.packing, **options)
 
   def features(self, shard: int = 0) -> Any:
-    """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
+    """Returns the tf.data.Dataset of a shard's converted rows, in deterministic order."""
     lengths = self.feature_lengths
     options = import_tensorflow().data.Options()
     options.deterministic = True
@@ -240,11 +247,11 @@ class SeqIoInput:
 
   @functools.cached_property
   def judge(self) -> Any:
-    """Computes the metrics of the task, a TaskJudge; None where there are none."""
+    """Computes the task's metrics; None if it has none, or the input does not have each example once."""
     is_whole = self.num_epochs == 1 and self.max_batches is None and not self.skip_batches and not self.packing
     if not (is_whole and self.task_metrics and getattr(self._task, 'metric_objs', None)):
       return None
-    return TaskJudge(examples=self)
+    return SeqIoMetrics(examples=self)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SeqIoIterator':
     return SeqIoIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
@@ -254,14 +261,14 @@ class SeqIoInput:
     return [{**states[0], 'digests': digests}] * shard_count
 
   def identity(self) -> dict[str, Any]:
-    """Returns the settings that decide the batches, as JSON."""
+    """Returns the settings that affect the batches, as JSON."""
     names = 'task split batch_size architecture packing loss_on_targets_only shuffle seed num_epochs skip_batches '
     names += 'num_shards use_cached trim_output_features'
     return {'kind': 'seqio', **{name: getattr(self, name) for name in names.split()}, 'lengths': self.feature_lengths}
 
 
 class SeqIoIterator(base.InputIterator):
-  """The rows of one process."""
+  """Iterates over the rows of one process."""
 
   def __init__(self, settings: SeqIoInput, rows: range):
     self._settings = settings
@@ -289,7 +296,7 @@ class SeqIoIterator(base.InputIterator):
     return {name: rows[self._rows] for name, rows in batch.items()}
 
   def _read(self) -> base.Batch:
-    """Reads the next rows of the shards, filled up with padding at the end, and notes their digests."""
+    """Reads the next rows of the shards, padded at the end of the data, and stores their digests."""
     assert self._streams is not None
     parts, settings = [], self._settings
     for shard, stream in self._streams.items():
@@ -298,9 +305,10 @@ class SeqIoIterator(base.InputIterator):
       except StopIteration:
         raise
       except Exception as error:
-        said = str(error).partition('\nTraceback')[0]  # TensorFlow may quote the stack of a preprocessor
-        which = f'batch {self._num_batches} of SeqIO task {settings.task}'
-        raise JobError(f'reading {which} failed: {type(error).__name__}: {said}') from error
+        message = str(error).partition('\nTraceback')[0]  # TensorFlow may append the stack of a preprocessor
+        raise JobError(
+          f'reading batch {self._num_batches} of SeqIO task {settings.task} failed: {type(error).__name__}: {message}'
+        ) from error
       part = contract_batch(features)
       if settings.prefix_is_causal:
         part.pop('prefix_mask', None)
@@ -318,7 +326,7 @@ class SeqIoIterator(base.InputIterator):
     self._num_batches, self._digests = int(state['num_batches']), {}
     if not self._num_batches:
       return
-    logging.info('SeqIO task %s is read from its beginning, to batch %d.', self._settings.task, self._num_batches)
+    logging.info('Reading SeqIO task %s from its beginning to batch %d.', self._settings.task, self._num_batches)
     self._open(self._settings.skip_batches + self._num_batches - 1)
     try:
       self._read()
@@ -327,9 +335,9 @@ class SeqIoIterator(base.InputIterator):
     if not self._digests or not self._digests.items() <= state['digests'].items():
       self.close()
       raise UserError(
-        f'batch {self._num_batches - 1} of SeqIO task {self._settings.task} is not what it was when the job was '
-        'saved: its data or its preprocessors have changed, or draw random numbers that no seed of SeqIO decides. '
-        'Repair that, or begin anew in another job_log_dir.'
+        f'batch {self._num_batches - 1} of SeqIO task {self._settings.task} differs from when the job was saved: its '
+        'data or preprocessors have changed, or use random numbers without a seed of SeqIO. Restore them, or start a '
+        'new job.'
       )
 
   def close(self) -> None:
@@ -338,13 +346,13 @@ class SeqIoIterator(base.InputIterator):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TfExampleInput(SeqIoInput):
-  """Texts of TFRecord files of tf.train.Examples, as T5X infers from them: a task of its own, without targets.
+  """Texts in TFRecord files of tf.train.Examples, without targets, which T5X can infer from.
 
   Attributes:
-    paths: files, or patterns of their names.
-    inputs_key: the feature that is the text.
-    sentencepiece_model_file: of the vocabulary; None: bytes.
-    extra_ids: of the vocabulary.
+    paths: files, or glob patterns.
+    inputs_key: the feature with the text.
+    sentencepiece_model_file: the model of the vocabulary; None for bytes.
+    extra_ids: the number of extra ids of the vocabulary.
   """
 
   task: str = 'infer'
@@ -359,7 +367,7 @@ class TfExampleInput(SeqIoInput):
     seqio, tf = import_seqio(), import_tensorflow()
     files = sorted(set(tf.io.gfile.glob(list(self.paths))))
     if not files:
-      raise UserError(f'paths = {self.paths} name no file: correct them.')
+      raise UserError(f'paths = {self.paths} match no file: correct them.')
     if self.sentencepiece_model_file is None:
       vocabulary = seqio.ByteVocabulary(self.extra_ids)
     else:
@@ -376,11 +384,17 @@ class TfExampleInput(SeqIoInput):
     )
 
 
-def prompt_of(features: Mapping[str, Any], number: int, max_tokens: int) -> Prompt:
-  """Makes the prompt of an example of which SeqIO's converters have made the features [T] of a row.
+def make_prompt(features: Mapping[str, Any], number: int, max_tokens: int) -> Prompt:
+  """Returns the prompt of an example.
 
-  An encoder reads the inputs, and at most `max_tokens` follow; a prefix language model reads the token 0 and the
-  inputs, and writes on until the row is full. Raises a UserError if the row has no inputs.
+  Args:
+    features: the features [T] of the example's row, as a SeqIO feature converter returns them.
+    number: the number of the example, which becomes the id of the prompt.
+    max_tokens: the maximum number of tokens to generate for an encoder-decoder. A prefix language model reads the token
+      0 and the inputs, and generates until the row is full.
+
+  Raises:
+    UserError: the row has no inputs.
   """
   if 'encoder_input_tokens' in features:
     ids = np.trim_zeros(features['encoder_input_tokens'], 'b')
@@ -389,18 +403,19 @@ def prompt_of(features: Mapping[str, Any], number: int, max_tokens: int) -> Prom
     ids = row[: int(features['decoder_causal_attention'].sum())]
     max_tokens = len(row) - len(ids) + 1
   else:
-    raise UserError("a decoder-only model reads inputs as a prefix: set architecture = 'prefix_lm', with their length.")
+    raise UserError("architecture = 'decoder_only' has no inputs to decode from: use 'prefix_lm' with their length.")
   if not len(ids):
-    raise UserError(f'example {number} of the SeqIO task has no inputs to decode from: leave it out of the task.')
+    raise UserError(f'example {number} of the SeqIO task has no inputs to decode from: remove it from the task.')
   return Prompt(prompt_ids=tuple(ids.tolist()), max_tokens=max_tokens, id=number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeqIoPrompts:
-  """The inputs of the examples of a SeqIO task, each in a row of its own.
+  """The inputs of a SeqIO task as prompts.
 
-  `examples`, a SeqIoInput, say of which split, and in which order; they have no packing, and an end (`num_epochs=1`).
-  `n` continuations of each are wanted.
+  Attributes:
+    examples: a SeqIoInput with `packing=False` and `num_epochs`.
+    n: the number of continuations per prompt.
   """
 
   examples: Any
@@ -408,33 +423,33 @@ class SeqIoPrompts:
 
   def __post_init__(self):
     if self.examples.packing or self.examples.num_epochs is None:
-      raise UserError('examples of SeqIoPrompts need packing = False and num_epochs = 1.')
+      raise UserError('examples of SeqIoPrompts must have packing = False and num_epochs = 1.')
 
   def read(self) -> list[Prompt]:
-    """Returns the prompts, with their text; `id` is the number of the example, from 0 on."""
-    given, prompts = self.examples, []
-    for number, features in enumerate(given.features().as_numpy_iterator()):
-      prompt = prompt_of(features, number, given.feature_lengths['targets'])
-      text = given.inputs_vocabulary.decode([token for token in prompt.prompt_ids or () if token])
+    """Returns the prompts with their texts; `id` is the number of the example, from 0 on."""
+    examples, prompts = self.examples, []
+    for number, features in enumerate(examples.features().as_numpy_iterator()):
+      prompt = make_prompt(features, number, examples.feature_lengths['targets'])
+      text = examples.inputs_vocabulary.decode([token for token in prompt.prompt_ids or () if token])
       prompts.append(dataclasses.replace(prompt, prompt=text if isinstance(text, str) else None, n=self.n))
     if not prompts:
-      raise UserError(f'split {given.split} of SeqIO task {given.task} has no examples.')
+      raise UserError(f'split {examples.split} of SeqIO task {examples.task} has no examples: choose another split.')
     return prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixPrompts:
-  """Texts as T5X's decoder-only models read inputs: the start token, the text, the end of text."""
+  """Adds the start and end-of-text tokens to prompts, as T5X's decoder-only models read inputs."""
 
   source: PromptSource
   tokenizer: Tokenizer
   start_id: int = 0
 
   def read(self) -> list[Prompt]:
-    """Returns the prompts of the source; those that are tokens are left as they are."""
-    return [self._as_prefix(prompt) for prompt in self.source.read()]
+    """Returns the prompts of the source; prompts with ids are unchanged."""
+    return [self._add_ids(prompt) for prompt in self.source.read()]
 
-  def _as_prefix(self, prompt: Prompt) -> Prompt:
+  def _add_ids(self, prompt: Prompt) -> Prompt:
     if prompt.prompt is None or prompt.prompt_ids is not None:
       return prompt
     ids = (self.start_id, *self.tokenizer.encode(prompt.prompt), self.tokenizer.eos_id)
@@ -442,13 +457,14 @@ class PrefixPrompts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskJudge:
-  """Judges what a model writes by the metric_fns of a SeqIO task, computed by SeqIO's own Evaluator.
+class SeqIoMetrics:
+  """Computes the metric_fns of a SeqIO task with SeqIO's Evaluator, as T5X's InferenceEvaluator does.
 
-  As T5X's InferenceEvaluator: predict metrics get the tokens that the model generates from the inputs, score metrics
-  the log-probability of each example's targets. SeqIO reads these, decodes, postprocesses and calls the functions.
+  Predict metrics use the tokens that the model generates from the inputs, score metrics the log-probability of each
+  example's targets. SeqIO decodes, postprocesses and calls the functions.
 
-  `examples`, a SeqIoInput, are those of one task, each once, in a row of its own.
+  Attributes:
+    examples: a SeqIoInput of one task, with each example once, in a row of its own.
   """
 
   examples: Any
@@ -456,13 +472,13 @@ class TaskJudge:
   def __post_init__(self):
     if self._kinds() - {1, 2, 3}:
       raise UserError(
-        f'SeqIO task {self.examples.task} has a metric of the intermediate values of a model, which are not kept: '
-        'leave it out of the task, or set task_metrics = False.'
+        f'SeqIO task {self.examples.task} has a metric of intermediate values of the model, which is not supported: '
+        'remove it from the task, or set task_metrics = False.'
       )
 
   def _kinds(self) -> set[int]:  # of seqio.metrics.ModelOutputType
     task = find_task(self.examples.task, self.examples.modules)
-    return {int(each.model_output_type) for each in task.metric_objs}
+    return {int(metric.model_output_type) for metric in task.metric_objs}
 
   @property
   def wants_texts(self) -> bool:
@@ -474,15 +490,15 @@ class TaskJudge:
 
   @functools.cached_property
   def _evaluator(self) -> Any:
-    given = self.examples
+    examples = self.examples
     return import_seqio().Evaluator(
-      given.task,
-      given.converter(),
-      eval_split=given.split,
-      use_cached=given.use_cached,
-      seed=given.seed,
-      sequence_length=given.lengths and given.feature_lengths,
-      shuffle=given.shuffle,
+      examples.task,
+      examples.converter(),
+      eval_split=examples.split,
+      use_cached=examples.use_cached,
+      seed=examples.seed,
+      sequence_length=examples.lengths and examples.feature_lengths,
+      shuffle=examples.shuffle,
       async_compute_metrics=False,
     )
 
@@ -490,31 +506,37 @@ class TaskJudge:
     """Returns the prompt of each example."""
     numbered = self._evaluator.cached_model_datasets[self.examples.task].as_numpy_iterator()
     max_tokens = self.examples.feature_lengths['targets']
-    return [prompt_of(features, int(index), max_tokens) for index, features in numbered]
+    return [make_prompt(features, int(index), max_tokens) for index, features in numbered]
 
   def metrics(self, step: int, texts: Sequence[Completion] | None, scores: np.ndarray | None) -> dict[str, float]:
-    """Returns the task's metrics that are numbers. Raises a JobError where a metric fails."""
+    """Returns the task's scalar metrics. Raises a JobError if a metric fails.
+
+    Args:
+      step: the train step.
+      texts: the completion of each prompt, if `wants_texts`.
+      scores: the log-probability of each example's targets, if `wants_scores`.
+    """
 
     def predict(_: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
       assert texts is not None
-      width = max(len(each.ids) for each in texts)
-      rows = [(index, each.ids + [0] * (width - len(each.ids))) for index, each in enumerate(texts)]
-      return rows, {'scores': [sum(each.logprobs) if each.score is None else each.score for each in texts]}
+      width = max(len(text.ids) for text in texts)
+      rows = [(index, text.ids + [0] * (width - len(text.ids))) for index, text in enumerate(texts)]
+      return rows, {'scores': [sum(text.logprobs) if text.score is None else text.score for text in texts]}
 
     def score(dataset: Any) -> list[tuple[int, float]]:
       assert scores is not None
       return [(index, float(scores[index])) for index in range(int(dataset.cardinality()))]
 
     try:
-      found, _ = self._evaluator.evaluate(
+      future, _ = self._evaluator.evaluate(
         compute_metrics=True,
         step=step,
         predict_fn=lambda dataset: predict(dataset)[0],
         predict_with_aux_fn=predict,
         score_fn=score,
       )
-      values = found.result()[self.examples.task]
-    except Exception as error:  # of a metric_fn or a postprocessor of the user's
+      values = future.result()[self.examples.task]
+    except Exception as error:  # in the user's metric_fn or postprocessor
       raise JobError(
         f'the metrics of SeqIO task {self.examples.task} failed: {type(error).__name__}: {error}'
       ) from error

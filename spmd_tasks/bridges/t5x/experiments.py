@@ -1,8 +1,8 @@
-"""T5xExperiment: a run of T5X as one of ours, whose fields a gin setup fills; see `_gin_translation.py`.
+"""T5xExperiment: an experiment with the fields to which a gin setup of T5X is translated (`_gin_translation.py`).
 
     spmd-tasks --gin_file my_setup.gin --gin.MIXTURE_OR_TASK_MODULE="'my_tasks'" --mode train --job_log_dir runs/one
 
-A subclass says the same in Python: `--translate FILE` writes one.
+The same can be written in Python as a subclass; `--translate FILE` writes one.
 """
 
 from collections.abc import Mapping
@@ -27,30 +27,28 @@ from spmd_tasks.sharding.specs import SplitDim
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
-  """A model of T5's families, T5X's Adafactor, and a SeqIO task.
+  """A model of the T5 families with T5X's Adafactor and a SeqIO task.
 
-  `train_data`, `eval_data`, `infer_data` and `decode_data` are fields of SeqIoInput. A mixture is evaluated as a whole,
-  and each of its tasks by itself; the sets of `infer_data` compute the metric_fns of each task, as `infer_NAME`, and
-  the examples of `decode_data` are decoded. `rate` has fields of ProductOfFactors, `adafactor` those of Adafactor that
-  differ from T5X's defaults. Data with `paths` in place of a `task` are a TfExampleInput.
+  Mappings of data have fields of SeqIoInput, or with `paths` in place of a `task`, of TfExampleInput. A mixture is
+  evaluated as a whole and by task.
   """
 
-  task_modules: tuple[str, ...] = ()
+  task_modules: tuple[str, ...] = ()  # modules that register the SeqIO tasks
   train_data: Mapping[str, Any] = FrozenDict()
   eval_data: Mapping[str, Any] | None = None
-  infer_data: Mapping[str, Any] | None = None
-  decode_data: Mapping[str, Any] | None = None
-  rate: Mapping[str, Any] = FrozenDict()
-  adafactor: Mapping[str, Any] = FrozenDict()
+  infer_data: Mapping[str, Any] | None = None  # evaluated with the tasks' metric_fns, as `infer_NAME`
+  decode_data: Mapping[str, Any] | None = None  # decoded by decode jobs
+  rate: Mapping[str, Any] = FrozenDict()  # fields of ProductOfFactors
+  adafactor: Mapping[str, Any] = FrozenDict()  # fields of Adafactor that differ from T5X's defaults
   decoding: Mapping[str, Any] = FrozenDict()  # fields of DecodeSettings
-  num_samples: int = 1  # of each prompt of `decode_data`
-  scanned: bool = False  # T5X's layers are one weight, as in its scalable_t5: which dims Adafactor factors
-  heads_apart: bool = False  # as in scalable_t5 without a scan
+  num_samples: int = 1  # per prompt of `decode_data`
+  scanned: bool = False  # T5X's layers are scanned, as in scalable_t5; decides which dims Adafactor factors
+  heads_apart: bool = False  # heads have a dim of their own, as in scalable_t5 without a scan
   clip_global_norm: float | None = None
   num_microbatches: int = 1
-  # Whether the data go on where the checkpoint `init_from_step` of T5X ended; T5X itself reads them anew.
+  # Whether to continue the data after the step `init_from_step` of T5X's checkpoint; T5X itself starts them anew.
   skips_trained_batches: bool = False
-  # Of the checkpoint `init_from`: with one of them the weights and the step are taken, and the moments begin anew.
+  # See T5xOrigin. If one of them is set, weights and step are restored from `init_from`, and moments start anew.
   assignment_map: tuple[tuple[str, str | None], ...] = ()
   from_scratch: bool = False
 
@@ -71,28 +69,36 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     return fdl.copy_with(super().decode_settings(), **self.decoding)
 
   def origin(self) -> Any:
-    found = super().origin()
-    if not (self.assignment_map or self.from_scratch) or not isinstance(found, T5xOrigin):
-      return found
-    parts: dict[str, Any] = {'assignment_map': self.assignment_map, 'from_scratch': self.from_scratch}
-    return dataclasses.replace(found, **parts, with_optimizer=False, with_step=True)
+    origin = super().origin()
+    if not (self.assignment_map or self.from_scratch) or not isinstance(origin, T5xOrigin):
+      return origin
+    return dataclasses.replace(
+      origin,
+      assignment_map=self.assignment_map,
+      from_scratch=self.from_scratch,
+      with_optimizer=False,
+      with_step=True,
+    )
 
   def train_input(self) -> fdl.Config:
     if 'paths' in self.train_data:
       return fdl.Config(TfExampleInput, **unfreeze(dict(self.train_data)))
     if 'task' not in self.train_data:
-      raise UserError("train_data must name a SeqIO task, as {'task': NAME, 'lengths': {...}, 'batch_size': 128}.")
-    skipped = (self.init_from_step or 0) if self.skips_trained_batches else 0
-    return fdl.Config(SeqIoInput, modules=self.task_modules, skip_batches=skipped, **unfreeze(dict(self.train_data)))
+      raise UserError(
+        "train_data has no 'task': set it to a SeqIO task, such as {'task': NAME, 'lengths': {...}, 'batch_size': 128}."
+      )
+    skip_batches = (self.init_from_step or 0) if self.skips_trained_batches else 0
+    fields = unfreeze(dict(self.train_data))
+    return fdl.Config(SeqIoInput, modules=self.task_modules, skip_batches=skip_batches, **fields)
 
   def eval_inputs(self) -> dict[str, fdl.Config[SeqIoInput]]:
     inputs = self._inputs_by_task(self.eval_data)
-    judged = self._inputs_by_task(self.infer_data, with_metrics=True)
-    return inputs | {f'infer_{name}': each for name, each in judged.items()}
+    with_metrics = self._inputs_by_task(self.infer_data, with_metrics=True)
+    return inputs | {f'infer_{name}': config for name, config in with_metrics.items()}
 
   def decode_inputs(self) -> dict[str, fdl.Config[SeqIoPrompts]]:
     inputs = self._inputs_by_task(self.decode_data)
-    return {name: fdl.Config(SeqIoPrompts, examples=each, n=self.num_samples) for name, each in inputs.items()}
+    return {name: fdl.Config(SeqIoPrompts, examples=config, n=self.num_samples) for name, config in inputs.items()}
 
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> PromptSource:
     source = super().prompts_of_file(path, tokenizer)
@@ -103,27 +109,27 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   def _inputs_by_task(
     self, data: Mapping[str, Any] | None, *, with_metrics: bool = False
   ) -> dict[str, fdl.Config[SeqIoInput]]:
-    """Returns the inputs of each task of a mixture that has the split; also of the whole, unless metrics are wanted."""
+    """Returns the inputs of a mixture and its tasks that have the split, or only of its tasks with metrics."""
     if data is None:
       return {}
     fields = unfreeze(dict(data))
     if 'paths' in fields:
       return {'infer': fdl.Config(TfExampleInput, **fields)}
-    whole = find_task(fields['task'], self.task_modules)
-    tasks = [each for each in getattr(whole, 'tasks', [whole]) if fields['split'] in each.splits]
-    names = [each.name for each in tasks if each.metric_objs or not with_metrics]
+    task_or_mixture = find_task(fields['task'], self.task_modules)
+    tasks = [task for task in getattr(task_or_mixture, 'tasks', [task_or_mixture]) if fields['split'] in task.splits]
+    names = [task.name for task in tasks if task.metric_objs or not with_metrics]
     fields['modules'] = self.task_modules
     return {
       re.sub('[^A-Za-z0-9_-]', '_', name): fdl.Config(SeqIoInput, **fields | {'task': name})
-      for name in dict.fromkeys(names if with_metrics else [*names, whole.name])
+      for name in dict.fromkeys(names if with_metrics else [*names, task_or_mixture.name])
     }
 
 
 class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):
-  """The same with Flaxformer's mixtures of experts in every `mixture_every`-th layer."""
+  """T5xExperiment with Flaxformer's mixtures of experts in every `mixture_every`-th layer."""
 
-  experts_choose: bool = False  # in the encoder
-  expert_grad_scale: float | str = 1.0  # MoeTrainer's
+  experts_choose: bool = False  # whether experts choose tokens in the encoder
+  expert_grad_scale: float | str = 1.0  # as in T5X's MoeTrainer
 
   def router(self, *, encodes: bool) -> fdl.Config:
     if not (self.experts_choose and encodes):
@@ -136,7 +142,7 @@ class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):
     return task
 
 
-# Rules of T5X for names that no layer of ours uses. Its `embed` comes after them and before the rules of experts.
+# T5X's rules for names that our layers do not use. T5X's `embed` comes after them, and before the rules of experts.
 _RULES_OF_OTHER_NAMES = (
   ('kv', None),
   ('joined_kv', 'mdl'),
@@ -156,32 +162,31 @@ def t5x_axis_rules(
   parameter_partitioning_dims: int = 1,
   additional_rules: AxisRules = (),
 ) -> AxisRules:
-  """Returns the base rules with weights and activations split as by T5X's `standard_logical_axis_rules`.
+  """Returns axis rules that shard weights and activations as T5X's `standard_logical_axis_rules` do.
 
-  Two dims of parameters split the features of weights over `data`. Two of activations split the residual stream over
-  `mdl`, and of the weights those whose other dims do not take `mdl`, such as the scales of norms. T5X's contrib/moe has
-  `activation_partitioning_dims=2` by default; its rules for experts are those of `DataExpertModelMesh` and
-  `DataModelMesh` with these rules as `base_rules`.
-
-  The rules have T5X's names, too, so that split dims written for T5X resolve as there.
+  T5X's contrib/moe has `activation_partitioning_dims=2` by default; for its rules for experts, pass these rules as
+  `base_rules` of `DataExpertModelMesh` or `DataModelMesh`. T5X's own names are included, so that split dims written for
+  T5X resolve as in T5X.
 
   Args:
-    base_rules: such as DEFAULT_AXIS_RULES: rules for what T5X does not name, and for `batch` and `layers`.
-    activation_partitioning_dims, parameter_partitioning_dims: 1 or 2.
-    additional_rules: come last, in T5X's form with the mesh axes of this mesh.
+    base_rules: rules for names that T5X does not have, and for `batch` and `layers`, such as DEFAULT_AXIS_RULES.
+    activation_partitioning_dims: 1 or 2; with 2, the residual stream is sharded over `mdl`, and so are weights whose
+      other dims are not, such as the scales of norms.
+    parameter_partitioning_dims: 1 or 2; with 2, the features of weights are sharded over `data`.
+    additional_rules: rules in T5X's form with the axes of our mesh; they come last.
   """
   if {activation_partitioning_dims, parameter_partitioning_dims} - {1, 2}:
     raise UserError(f'{activation_partitioning_dims=} and {parameter_partitioning_dims=} must be 1 or 2.')
   residual = 'mdl' if activation_partitioning_dims == 2 else None
-  axes_of_features: list[SplitDim] = [residual] if residual else []
+  feature_axes: list[SplitDim] = [residual] if residual else []
   if parameter_partitioning_dims == 2:
-    axes_of_features.append('data')
-  replaced = ('embed', 'norm', 'act_embed', 'expert_embed')
-  base = [(name, axes) for name, axes in base_rules if name not in replaced]
+    feature_axes.append('data')
+  replaced_names = ('embed', 'norm', 'act_embed', 'expert_embed')
+  base = [(name, axes) for name, axes in base_rules if name not in replaced_names]
   return (
     *(rule for rule in base if not rule[0].startswith('expert')),
     *_RULES_OF_OTHER_NAMES,
-    *((name, axis) for name in ('embed', 'norm') for axis in axes_of_features or [None]),
+    *((name, axis) for name in ('embed', 'norm') for axis in feature_axes or [None]),
     ('act_embed', residual),
     *(rule for rule in base if rule[0].startswith('expert')),
     ('expert_embed', None),

@@ -1,4 +1,4 @@
-"""T5xOrigin: a new job goes on from a checkpoint of T5X, with its optimizer state and step; and the way back.
+"""T5xOrigin: initializes a job from a checkpoint of T5X, with its optimizer state and step; also exports checkpoints.
 
     spmd-tasks --exp t5.Small --set init_from=t5x:MODEL_DIR --set init_from_step=1000000 ...
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR      # MODEL_DIR/checkpoint_<step>
@@ -7,10 +7,10 @@
       def origin(self):
         return T5xOrigin(path='MODEL_DIR', assignment_map=((r'(.*)decoder/logits_dense(.*)', None),), from_scratch=True)
 
-The weights of a job without a checkpoint of its own are evaluated, decoded and served from there, too. An export has
-what T5X restores, weights, Adafactor's state and the step: by the names, shapes and layout (layers apart, or scanned)
-of the checkpoint of T5X that the job started from, else those of `t5x.examples.t5`, or of `scalable_t5` where Adafactor
-has its rules (UMT5). The position of the input is not exported.
+A job without checkpoints also evaluates, decodes and serves these weights. An export has what T5X restores: weights,
+Adafactor's state and the step, but not the state of the input. Names, shapes and layout (scanned or not) are those of
+the T5X checkpoint from which the job started, or else those of `t5x.examples.t5`, or of `scalable_t5` if Adafactor has
+its factor rules (UMT5).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ import optax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, place_on_mesh
-from spmd_tasks.bridges._rules import Rule
+from spmd_tasks.bridges._rules import Rule, RuleTable
 from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
 from spmd_tasks.bridges.t5x._weights import Layout
 from spmd_tasks.checkpoints.checkpointer import Restored
@@ -56,14 +56,15 @@ class T5xOrigin(Base):
   """A checkpoint of T5X.
 
   Attributes:
-    path: of the checkpoint, or of the MODEL_DIR.
-    step: in a MODEL_DIR; None: the newest.
-    with_optimizer: whether Adafactor's moments and the step are taken, too.
-    with_step: whether without them the step is taken; else a new job begins at step 0.
-    assignment_map: T5X's: (regular expression, replacement) pairs. The first whose expression matches the whole name of
-      a weight, as T5X names it (`target/decoder/...`), says the name that it has in the checkpoint; None: it is drawn.
-    from_scratch: T5X's `fallback_to_scratch`: weights that the checkpoint lacks are drawn; where it lacks some
-      layers of a stack, that weight is drawn for all of them.
+    path: the checkpoint, or its MODEL_DIR.
+    step: the step in a MODEL_DIR; None for the newest.
+    with_optimizer: whether to restore Adafactor's moments and the step.
+    with_step: whether to restore the step if `with_optimizer` is false; otherwise, the job starts at step 0.
+    assignment_map: (regular expression, replacement) pairs, as in T5X. The first expression that matches the whole name
+      of a weight in T5X (`target/decoder/...`) replaces it by the name in the checkpoint, or by None to initialize the
+      weight as usual.
+    from_scratch: whether to initialize weights as usual that the checkpoint lacks (`fallback_to_scratch` of T5X). If it
+      lacks some layers of a stack, all layers of that weight are initialized.
   """
 
   path: str
@@ -74,17 +75,17 @@ class T5xOrigin(Base):
   from_scratch: bool = False
 
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
-    """Returns the state of a new job. Raises a UserError if the weights or moments are not those of the job."""
+    """Returns the state of a new job. Raises a UserError if the weights or moments do not fit the job."""
     checkpoint = open_checkpoint(self.path, self.step)
     layout, lazy = self._lazy_weights(model, checkpoint)
     moments = self._lazy_moments(model, checkpoint, layout) if self.with_optimizer else None
     state = model.init(seed)
-    state = state.replace(weights=_overwritten(model, lambda s: s.weights, lazy, state))
+    state = state.replace(weights=_replace_leaves(model, lambda s: s.weights, lazy, state))
     phrase = f'starting from {len(lazy)} weights of {checkpoint.path}'
     if moments is None and not self.with_step:
       return state, 0, phrase
-    opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments or {}, state)
-    count = np.asarray(checkpoint.step, np.int32)  # not of JAX: the step and the optimizer's must not share a buffer
+    opt_state = _replace_leaves(model, lambda s: s.learner.opt_state, moments or {}, state)
+    count = np.asarray(checkpoint.step, np.int32)  # NumPy, so that the step and the optimizer's share no buffer
     opt_state = jax.tree.map(
       lambda node: node._replace(count=jax.device_put(count, node.count.sharding)) if _is_factored(node) else node,
       opt_state,
@@ -96,7 +97,7 @@ class T5xOrigin(Base):
     return state, checkpoint.step, f'{phrase}{with_moments}, after step {checkpoint.step}'
 
   def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
-    """Returns the checkpoint's variables, at its step."""
+    """Returns the checkpoint's variables and step."""
     checkpoint = open_checkpoint(self.path, self.step)
     return RestoredVariables(self.variables(model, storage), checkpoint.step, str(checkpoint.path))
 
@@ -105,45 +106,55 @@ class T5xOrigin(Base):
     _, lazy = self._lazy_weights(model, open_checkpoint(self.path, self.step))
     padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
     if missing := sorted(padded.keys() - lazy.keys()):
-      raise UserError(f'{self.path} lacks {len(missing)} weights, {missing[0]} for one: train before you evaluate.')
+      raise UserError(f'{self.path} lacks {len(missing)} weights, such as {missing[0]}: train before you evaluate.')
     true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
     flat = {name: place_on_mesh(lazy[name].reshape(true[name].shape), leaf) for name, leaf in padded.items()}
     return {'params': traverse_util.unflatten_dict(flat, sep='/')}
 
   def frozen(self, model: PartitionedModel, storage: Any = None) -> Any:
-    """Returns the padded frozen weights, with None for those that are trained."""
+    """Returns the padded frozen weights, with None for trained weights."""
     weights = self.variables(model, storage)['params']
     trained = without_frozen(weights, model.weight_specs)
     return jax.tree.map(lambda t, w: w if t is None else None, trained, weights, is_leaf=lambda x: x is None)
 
   def identity(self) -> Mapping[str, str]:
-    """Returns the place: T5X's checkpoints have no digest."""
+    """Returns the path; T5X's checkpoints have no digest."""
     return {'t5x': str(open_checkpoint(self.path, self.step).path)}
 
   def check(self, restored: Restored, checkpoints: epath.Path) -> None:
-    """Raises a CheckpointError if the checkpoint's frozen weights are of another place."""
-    here, there = self.identity(), restored.base
-    if there is not None and there != here:
-      raise CheckpointError(f'{checkpoints} has weights that were trained beside {there}, not beside {here}.')
+    """Raises a CheckpointError if the frozen weights of a checkpoint have another path."""
+    identity = self.identity()
+    if restored.base is not None and restored.base != identity:
+      raise CheckpointError(
+        f'{checkpoints} has weights that were trained with the frozen weights of {restored.base}, not {identity}.'
+      )
 
   def _lazy_weights(self, model: PartitionedModel, checkpoint: T5xCheckpoint) -> tuple[Layout, dict[str, LazyArray]]:
-    """Returns the layout of the checkpoint, and our weights by name; nothing is read."""
-    wanted = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
-    given = checkpoint.weights
-    if not given:
-      raise UserError(f'{checkpoint.path} has no weights: T5X keeps them below target/.')
-    layout = Layout.of(given, str(checkpoint.path))
-    table = layout.weights(wanted)
+    """Returns the layout of the checkpoint, and our weights by name, without reading them."""
+    target = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    source = checkpoint.weights
+    if not source:
+      raise UserError(f'{checkpoint.path} has no weights below target/: use another checkpoint of T5X.')
+    layout = Layout.of(source, str(checkpoint.path))
+    table = layout.weights(target)
     if self.assignment_map or self.from_scratch:
-      rules, given = self._assigned(table.rules, given)
+      rules, source = self._assign(table.rules, source)
       table = dataclasses.replace(table, rules=rules)
-      wanted = {slot.name: wanted[slot.name] for rule in rules for slot in rule.target}
-    table.check(given, wanted)
-    return layout, table.convert_lazily(given, wanted)
+      target = {slot.name: target[slot.name] for rule in rules for slot in rule.target}
+    table.check(source, target)
+    return layout, table.convert_lazily(source, target)
 
-  def _assigned(self, rules: Sequence[Rule], given: Mapping[str, LazyArray]) -> tuple[tuple[Rule, ...], dict[str, Any]]:
-    """Returns the rules of the weights that are taken, and what the checkpoint has for them."""
-    found, unused, dropped = {}, {pattern for pattern, _ in self.assignment_map}, set()
+  def _assign(self, rules: Sequence[Rule], stored: Mapping[str, LazyArray]) -> tuple[tuple[Rule, ...], dict[str, Any]]:
+    """Applies `assignment_map` and `from_scratch`.
+
+    Args:
+      rules: the rules of all weights.
+      stored: the arrays of the checkpoint.
+
+    Returns:
+      The rules of the weights to restore, and their arrays by T5X's names in these rules.
+    """
+    arrays, unused, dropped = {}, {pattern for pattern, _ in self.assignment_map}, set()
     for rule in rules:
       (slot,) = rule.source
       name: str | None = slot.name
@@ -151,80 +162,86 @@ class T5xOrigin(Base):
         if match := re.fullmatch(pattern, f'target/{slot.name}'):
           unused.discard(pattern)
           name = None if replacement is None else match.expand(replacement).removeprefix('target/')
-          if name is not None and name not in given:
-            raise UserError(f'assignment_map gives {name} for {slot.name}, but {self.path} has no such weight.')
+          if name is not None and name not in stored:
+            raise UserError(
+              f'assignment_map replaces {slot.name} by {name}, which {self.path} does not have: correct the pattern.'
+            )
           break
-      if name is not None and name in given:
-        found[slot.name] = given[name]
+      if name is not None and name in stored:
+        arrays[slot.name] = stored[name]
       elif name is None or self.from_scratch:
         dropped |= {target.name for target in rule.target}
     if unused:
-      raise UserError(f'assignment_map has patterns that match no weight: {", ".join(sorted(unused))}.')
-    kept = tuple(rule for rule in rules if not dropped.intersection(slot.name for slot in rule.target))
-    return kept, {slot.name: found[slot.name] for rule in kept for slot in rule.source if slot.name in found}
+      raise UserError(
+        f'assignment_map has patterns that match no weight: {", ".join(sorted(unused))}. Correct or remove them.'
+      )
+    rules = tuple(rule for rule in rules if not dropped.intersection(slot.name for slot in rule.target))
+    return rules, {slot.name: arrays[slot.name] for rule in rules for slot in rule.source if slot.name in arrays}
 
   def _lazy_moments(
     self, model: PartitionedModel, checkpoint: T5xCheckpoint, layout: Layout
   ) -> dict[str, LazyArray] | None:
-    """Returns our moments by their place in the optimizer state; None if the checkpoint has none."""
+    """Returns our moments by their names in the optimizer state; None if the checkpoint has none."""
     prefix = 'state/param_states/'
-    stored = {n.removeprefix(prefix): a for n, a in checkpoint.arrays.items() if n.startswith(prefix)}
+    stored = {name.removeprefix(prefix): array for name, array in checkpoint.arrays.items() if name.startswith(prefix)}
     if not stored:
       return None
     if self.assignment_map or self.from_scratch:
-      raise UserError('assignment_map and from_scratch are of weights, not of moments: set with_optimizer=False too.')
+      raise UserError('assignment_map and from_scratch do not apply to moments: set with_optimizer=False.')
     shapes = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
     ours = moments_of(model.canonical_state.learner.opt_state, shapes)
-    remedy = f"Adafactor.as_t5x(scanned={layout.scanned}, heads_apart={layout.heads_apart}, ...) is T5X's; "
-    remedy += 'with_optimizer=False takes weights alone.'
+    remedy = f'use Adafactor.as_t5x(scanned={layout.scanned}, heads_apart={layout.heads_apart}, ...), or restore only '
+    remedy += 'the weights with with_optimizer=False.'
     if not ours['v'] and not ours['v_row']:
-      raise UserError(f'{checkpoint.path} has the state of an Adafactor, and the job has another optimizer: {remedy}')
-    if not ours['m'] and any(a.shape != (1,) for name, a in stored.items() if name.endswith('/m')):
-      raise UserError(f'{checkpoint.path} has momentum, which the Adafactor of the job has not: set momentum. {remedy}')
-    found: dict[str, LazyArray] = {}
+      raise UserError(f'{checkpoint.path} has the state of Adafactor, but the job has another optimizer: {remedy}')
+    if not ours['m'] and any(array.shape != (1,) for name, array in stored.items() if name.endswith('/m')):
+      raise UserError(f"{checkpoint.path} has momentum, but the job's Adafactor has none: set momentum, or {remedy}")
+    moments: dict[str, LazyArray] = {}
     for moment in MOMENTS:
-      wanted = {name: leaf for name, (_, leaf) in ours[moment].items()}
-      table = layout.weights(shapes, moment, wanted)
+      target = {name: leaf for name, (_, leaf) in ours[moment].items()}
+      table = layout.weights(shapes, moment, target)
       names = (slot.name for rule in table.rules for slot in rule.source)
-      given = {name: stored[name] for name in names if name in stored}
+      source = {name: stored[name] for name in names if name in stored}
       try:
-        table.check(given, wanted)
+        table.check(source, target)
       except UserError as error:
-        raise UserError(f'These are moments ({moment}): {error}\n{remedy}') from error
-      lazy = table.convert_lazily(given, wanted)
-      found |= {ours[moment][name][0]: array for name, array in lazy.items()}
-    return found
+        raise UserError(f'Adafactor moments ({moment}): {error}\nOr {remedy}') from error
+      lazy = table.convert_lazily(source, target)
+      moments |= {ours[moment][name][0]: array for name, array in lazy.items()}
+    return moments
 
 
 def open_origin(place: str, step: int | None) -> T5xOrigin:
-  """Returns the origin that `init_from = t5x:PLACE` names."""
+  """Returns the origin of `init_from = t5x:PLACE`."""
   return T5xOrigin(path=str(absolute_path(place)), step=step)
 
 
 def moments_of(opt_state: Any, weights: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, Any]]]:
-  """Returns Adafactor's moments: moment -> weight -> (place in the state, leaf); placeholders are left out."""
-  found: dict[str, dict[str, tuple[str, Any]]] = {moment: {} for moment in MOMENTS}
-  for place, leaf in leaves_by_name(opt_state).items():
-    if match := re.fullmatch(r'0/(v_row|v_col|v)/(.*)|\d+/(ema)/(.*)', place):
-      found[match[1] or 'm'][match[2] or match[4]] = (place, leaf)
-  whole = {name for name, (_, leaf) in found['v'].items() if leaf.shape == weights[name].shape}
+  """Returns Adafactor's moments, without placeholders: moment -> weight -> (name in the optimizer state, leaf)."""
+  moments: dict[str, dict[str, tuple[str, Any]]] = {moment: {} for moment in MOMENTS}
+  for name, leaf in leaves_by_name(opt_state).items():
+    if match := re.fullmatch(r'0/(v_row|v_col|v)/(.*)|\d+/(ema)/(.*)', name):
+      moments[match[1] or 'm'][match[2] or match[4]] = (name, leaf)
+  unfactored = {weight for weight, (_, leaf) in moments['v'].items() if leaf.shape == weights[weight].shape}
   return {
-    moment: {name: each for name, each in leaves.items() if moment == 'm' or (name in whole) == (moment == 'v')}
-    for moment, leaves in found.items()
+    moment: {
+      weight: leaf for weight, leaf in leaves.items() if moment == 'm' or (weight in unfactored) == (moment == 'v')
+    }
+    for moment, leaves in moments.items()
   }
 
 
-def _overwritten(
+def _replace_leaves(
   model: PartitionedModel, part: Callable[[TrainState], Any], lazy: Mapping[str, LazyArray], state: TrainState
 ) -> Any:
-  """Returns a part of the state with the arrays in their places."""
+  """Returns a part of the state in which the leaves named in `lazy` are replaced."""
 
-  def chosen(tree: Any) -> dict[str, Any]:
-    return {place: leaf for place, leaf in leaves_by_name(part(tree)).items() if place in lazy}
+  def replaced_leaves(tree: Any) -> dict[str, Any]:
+    return {name: leaf for name, leaf in leaves_by_name(part(tree)).items() if name in lazy}
 
-  canonical = {place: place_on_mesh(lazy[place], leaf) for place, leaf in chosen(model.canonical_state).items()}
-  placed = model.from_canonical(canonical, chosen)
-  return jax.tree_util.tree_map_with_path(lambda path, old: placed.get(leaf_name(path), old), part(state))
+  canonical = {name: place_on_mesh(lazy[name], leaf) for name, leaf in replaced_leaves(model.canonical_state).items()}
+  padded = model.from_canonical(canonical, replaced_leaves)
+  return jax.tree_util.tree_map_with_path(lambda path, old: padded.get(leaf_name(path), old), part(state))
 
 
 def _is_factored(node: Any) -> bool:
@@ -232,11 +249,17 @@ def _is_factored(node: Any) -> bool:
 
 
 def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
-  """Exports the checkpoint of a step (None: the newest) into a MODEL_DIR, new or not; returns exit code OK.
+  """Exports a checkpoint to a MODEL_DIR; returns the exit code OK.
+
+  Args:
+    opened: the job.
+    target: the MODEL_DIR, which may exist.
+    step: the step of the checkpoint; None for the newest.
+    mesh: the mesh to read the checkpoint on.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    UserError: the model is none of T5X's, or the target has that step already.
+    UserError: the model is not one of T5X's, or the target has a checkpoint of that step.
   """
   job = opened.job
   task = job.task.as_task('--mode export')
@@ -253,8 +276,8 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     origin = job.experiment.origin()
     layout = layout_of(restored.state, task.learner.optimizer)
     if isinstance(origin, T5xOrigin):
-      given = open_checkpoint(origin.path, origin.step)
-      layout = Layout.of(given.weights, str(given.path))
+      checkpoint = open_checkpoint(origin.path, origin.step)
+      layout = Layout.of(checkpoint.weights, str(checkpoint.path))
     path = write_state(target, restored.state, layout, is_writer=is_primary())
   if is_primary():
     print(f'exported step {restored.step} to {path}', flush=True)
@@ -262,37 +285,39 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
 
 
 def layout_of(state: TrainState, optimizer: Any) -> Layout:
-  """Returns the layout in which a model that is not from T5X is written: that of which its Adafactor has the rules."""
+  """Returns the layout in which to export a model that did not start from T5X, by the factor rules of its Adafactor."""
   rules, decoder_only = getattr(optimizer, 'factor_rules', None), 'encoder_stack' not in state.weights
   scanned, heads_apart = rules == T5X_SCANNED_FACTOR_RULES, rules == T5X_HEADS_FACTOR_RULES
   return Layout(scanned=scanned, heads_apart=heads_apart, decoder_only=decoder_only)
 
 
 def write_state(target: epath.PathLike, state: TrainState, layout: Layout, *, is_writer: bool = True) -> epath.Path:
-  """Writes a state in the layout of our checkpoints (`PartitionedModel.to_canonical`) as one of T5X's.
+  """Writes a state in the checkpoint layout (`PartitionedModel.to_canonical`) as a checkpoint of T5X.
 
-  Of an optimizer that is not Adafactor, nothing is written.
+  The optimizer state is written only if the optimizer is Adafactor.
   """
   weights = traverse_util.flatten_dict(state.weights, sep='/')
   step, inline = int(state.step), {'state/step'}
-  target_arrays = _theirs(layout.weights(weights), weights)
-  arrays = {'state/step': np.asarray(step, np.int32), **{f'target/{n}': each for n, each in target_arrays.items()}}
+  target_arrays = _t5x_arrays(layout.weights(weights), weights)
+  arrays = {'state/step': np.asarray(step, np.int32)}
+  arrays |= {f'target/{name}': array for name, array in target_arrays.items()}
   moments = moments_of(state.learner.opt_state, weights)
   if moments['v'] or moments['v_row']:
-    empty = {f'{name}/{moment}': np.zeros(1, np.float32) for name in target_arrays for moment in MOMENTS}
+    placeholders = {f'{name}/{moment}': np.zeros(1, np.float32) for name in target_arrays for moment in MOMENTS}
     stored: dict[str, Any] = {}
     for moment in MOMENTS:
       ours = {name: leaf for name, (_, leaf) in moments[moment].items()}
-      stored |= _theirs(layout.weights(weights, moment, ours), ours)
-    # T5X's partitioner lays out no factored moments, but those of experts; what it does not lay out is in the msgpack.
+      stored |= _t5x_arrays(layout.weights(weights, moment, ours), ours)
+    # T5X writes arrays that its partitioner does not shard into the msgpack file: factored moments except of experts.
     factors = {name for name in stored if name.endswith(('/v_row', '/v_col')) and '/expert/' not in name}
-    inline |= {f'state/param_states/{name}' for name in factors | (empty.keys() - stored.keys())}
-    arrays |= {f'state/param_states/{name}': array for name, array in {**empty, **stored}.items()}
+    inline |= {f'state/param_states/{name}' for name in factors | (placeholders.keys() - stored.keys())}
+    arrays |= {f'state/param_states/{name}': array for name, array in {**placeholders, **stored}.items()}
   return write_checkpoint(target, step, arrays, inline, is_writer=is_writer)
 
 
-def _theirs(table: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
-  back = table.inverse()
-  dtypes = {slot.name: ours[rule.source[0].name].dtype for rule in back.rules for slot in rule.target}
+def _t5x_arrays(table: RuleTable, ours: Mapping[str, Any]) -> dict[str, Any]:
+  """Converts our weights or moments to lazy arrays of T5X."""
+  inverse = table.inverse()
+  dtypes = {slot.name: ours[rule.source[0].name].dtype for rule in inverse.rules for slot in rule.target}
   lazy = {name: device_array(leaf) for name, leaf in ours.items()}
-  return back.convert_lazily(lazy, {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in dtypes.items()})
+  return inverse.convert_lazily(lazy, {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in dtypes.items()})

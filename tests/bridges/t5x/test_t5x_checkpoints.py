@@ -195,20 +195,20 @@ def test_parts_are_restored_by_assignment_maps(rng, tmp_path):
   checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
   model = Model(state)
 
-  def taken(**settings):
+  def lazy_weights(**settings):
     origin = T5xOrigin(path=str(tmp_path), with_optimizer=False, **settings)
     return origin._lazy_weights(model, checkpoint)[1]
 
-  some = taken(assignment_map=((r'target/decoder/logits_dense/.*', None),))
+  some = lazy_weights(assignment_map=((r'target/decoder/logits_dense/.*', None),))
   assert DECODER_ONLY.keys() - some.keys() == {'embedding/softmax_kernel'}
-  turned = taken(assignment_map=((r'target/decoder/layers_0/(.*_norm/scale)', r'target/decoder/layers_1/\1'),))
+  turned = lazy_weights(assignment_map=((r'target/decoder/layers_0/(.*_norm/scale)', r'target/decoder/layers_1/\1'),))
   norms = state.weights['stack']['layers']['ffn_norm']['scale']
   np.testing.assert_array_equal(np.asarray(turned['stack/layers/ffn_norm/scale']), norms[np.array([1, 1])])
   with pytest.raises(UserError, match=r'patterns that match no weight: target/nothing'):
-    taken(assignment_map=(('target/nothing', None),))
+    lazy_weights(assignment_map=(('target/nothing', None),))
   del model.canonical_state.weights['stack']['layers']['ffn_norm']
   with pytest.raises(UserError, match='has decoder/layers_0/pre_mlp_layer_norm/scale'):
-    taken()
+    lazy_weights()
 
 
 def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
@@ -224,18 +224,18 @@ def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
 def test_what_is_no_checkpoint_is_refused(tmp_path):
   with pytest.raises(UserError, match='does not exist'):
     open_checkpoint(tmp_path / 'nothing')
-  with pytest.raises(UserError, match='holds no checkpoint of T5X'):
+  with pytest.raises(UserError, match='has no checkpoint of T5X'):
     open_checkpoint(tmp_path)
   (tmp_path / 'checkpoint_3').mkdir()
   (tmp_path / 'checkpoint_3' / 'checkpoint').write_bytes(b'nothing')
-  with pytest.raises(UserError, match=r'steps are \[3\]'):
+  with pytest.raises(UserError, match=r'steps \[3\]'):
     open_checkpoint(tmp_path, 4)
-  with pytest.raises(UserError, match='is no checkpoint of T5X or is damaged'):
+  with pytest.raises(UserError, match='damaged or not a checkpoint of T5X'):
     open_checkpoint(tmp_path)
 
 
 def refused_when_opened_or_read(path):
-  with pytest.raises(UserError, match=r'is no array of a checkpoint of T5X, or is damaged|names an array outside'):
+  with pytest.raises(UserError, match=r'damaged or not an array of T5X|has an array outside'):
     np.asarray(open_checkpoint(path).arrays['target/kernel'])
 
 
