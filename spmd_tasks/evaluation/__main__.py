@@ -1,4 +1,4 @@
-"""python -m spmd_tasks.evaluation: the command `lm-eval`, which then knows the model `spmd_tasks`."""
+"""python -m spmd_tasks.evaluation: the command `lm-eval` with the model `spmd_tasks`."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from spmd_tasks.extensions import require
 
 
 def main() -> None:
-  """Runs the harness's command on this process's arguments; a mistake of the user is answered in one sentence."""
+  """Runs the harness's command with the arguments of this process; prints UserErrors without a traceback."""
   try:
     require('evaluation', 'lm_eval', wants='the harness')
     from lm_eval.__main__ import cli_evaluate

@@ -1,8 +1,8 @@
-"""HarnessModel: the model interface of EleutherAI's lm-eval over a job's checkpoint or a folder of Hugging Face's.
+"""HarnessModel: the model interface of EleutherAI's lm-eval for a job's checkpoint or a Hugging Face folder.
 
-Texts become tokens as with the harness's own `hf` model, so that both give the same numbers for the same weights: what
-the tokenizer puts before a text stands before a context too, an empty context is the token for the beginning of text,
-and what is too long loses its beginning.
+Texts are tokenized as by the harness's own `hf` model, so that both have the same numbers for the same weights: the
+tokenizer's prefix also precedes contexts, an empty context is the beginning-of-text token, and texts that are too long
+are truncated at the start.
 """
 
 from collections import Counter
@@ -26,21 +26,22 @@ from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.loading import load
 
-_AUTO_ROWS = 32
+_AUTO_BATCH_SIZE = 32
 _SAMPLING = ('top_k', 'top_p', 'min_p', 'repetition_penalty', 'frequency_penalty', 'presence_penalty')
 
-# What the harness gives as one request: texts or None, tokens of the context, tokens of the continuation.
+# A request of the harness: (texts or None, tokens of the context, tokens of the continuation).
 _TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model('spmd_tasks')
 class HarnessModel(TemplateLM):
-  """A model for lm-eval: log-likelihoods, rolling log-likelihoods, generated texts.
+  """A model for lm-eval, which computes log-likelihoods and rolling log-likelihoods and generates texts.
 
   Attributes:
     loaded: the LoadedModel.
-    max_length: the most tokens that the model reads of a text.
-    max_gen_toks, batch_size: how many tokens are generated where a task does not say, and texts scored at once.
+    max_length: maximum number of tokens of a text.
+    max_gen_toks: number of tokens to generate if a task does not set it.
+    batch_size: number of texts to score at once.
   """
 
   def __init__(
@@ -60,51 +61,51 @@ class HarnessModel(TemplateLM):
     device: str | None = None,
     **overrides: Any,
   ):
-    """Loads the model. The arguments are those of `--model_args`.
+    """Loads the model; the arguments are given in `--model_args`.
 
     Args:
       path: a job's directory, or a folder in Hugging Face's format.
-      step: the checkpoint's step; None is the newest.
-      mesh: the sizes of the experiment's mesh axes, as 1x2x4; None as in `spmd_tasks.load`.
-      batch_size: how many texts are scored at once; 'auto' is 32. Generation takes task.decode.num_slots.
-      max_length: the most tokens of a text; None is `task.decode.max_len`, or else the training length.
-      max_gen_toks: how many tokens are generated where a task does not say.
-      add_bos_token: whether the token for the beginning of text stands before texts; None as in prompts.
-      prefix_token_id: the token before texts without a context; None is the beginning of text, or else its end.
-      experiment_path: directories of the experiment's own module; in a string, with `:` between them.
-      num_fake_devices: run on so many fake CPU devices.
-      max_batch_size, device: not used; the harness gives them by itself, and JAX finds its devices.
-      **overrides: changes of the config, as --set has them, such as task.decode.num_slots=16.
+      step: the step of the checkpoint; None for the newest.
+      mesh: the sizes of the experiment's mesh axes, such as 1x2x4; None as in `spmd_tasks.load`.
+      batch_size: number of texts to score at once; 'auto' means 32. Generation uses task.decode.num_slots.
+      max_length: maximum number of tokens of a text; None for `task.decode.max_len`, or else the training length.
+      max_gen_toks: number of tokens to generate if a task does not set it.
+      add_bos_token: whether to prepend the beginning-of-text token; None as for prompts.
+      prefix_token_id: the token before texts without a context; None for beginning of text, or else end of text.
+      experiment_path: directories of the experiment's own module, or a string of them separated by `:`.
+      num_fake_devices: number of fake CPU devices to run on.
+      max_batch_size, device: ignored; the harness passes them.
+      **overrides: overrides of the config as with --set, such as task.decode.num_slots=16.
 
     Raises:
-      UserError: the directory, the mesh or an argument is wrong, or the job has no tokenizer.
+      UserError: the directory, the mesh or an argument is invalid, or the job has no tokenizer.
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
     super().__init__()
     if num_fake_devices is not None:
       use_fake_devices(num_fake_devices)
-    self.batch_size = _AUTO_ROWS if str(batch_size).startswith('auto') else int(batch_size)
+    self.batch_size = _AUTO_BATCH_SIZE if str(batch_size).startswith('auto') else int(batch_size)
     if self.batch_size < 1:
       raise UserError(f"batch_size={batch_size} must be at least 1, or 'auto'.")
-    changes = {'task.decode.max_len': max_length} | overrides
+    all_overrides = {'task.decode.max_len': max_length} | overrides
     self.loaded = load(
       path,
       step=step,
       mesh=_mesh_sizes(mesh),
-      overrides=[f'{name}={value}' for name, value in changes.items() if value is not None],
+      overrides=[f'{name}={value}' for name, value in all_overrides.items() if value is not None],
       experiment_path=experiment_path.split(':') if isinstance(experiment_path, str) else experiment_path,
     )
     if self.loaded.tokenizer is None:
-      raise UserError(f'{path} has no tokenizer in its inputs, so its model cannot be evaluated on texts.')
+      raise UserError(f'{path} has no tokenizer in its inputs: use a job or folder with a tokenizer.')
     self._tokenizer: Tokenizer = self.loaded.tokenizer
     if self.loaded.job.task.as_task('the harness').decode.num_beams > 1:
-      raise UserError('the harness generates greedily or samples, without beams: give task.decode.num_beams=1.')
+      raise UserError('task.decode.num_beams must be 1, because the harness has no beam search.')
     self.max_length, self.max_gen_toks = self.loaded.max_len, max_gen_toks
     self._add_bos = add_bos_token
     self._prefix_id = prefix_token_id
     self._template: ChatTemplate = self.loaded.job.experiment.chat_template()
 
-  # --- what the harness asks about the model ---
+  # --- properties of the model ---
 
   @property
   def eot_token_id(self) -> int:
@@ -117,17 +118,17 @@ class HarnessModel(TemplateLM):
       return self._prefix_id
     if self._tokenizer.bos_id is not None:
       return self._tokenizer.bos_id
-    if isinstance(self._tokenizer, FolderTokenizer):  # some name a beginning of text that they put before none
-      named = self._tokenizer.encode(self._tokenizer.special_tokens.get('bos_token', ''))
-      if len(named) == 1:
-        return named[0]
+    if isinstance(self._tokenizer, FolderTokenizer):  # some have a bos_token that they do not add to texts
+      ids = self._tokenizer.encode(self._tokenizer.special_tokens.get('bos_token', ''))
+      if len(ids) == 1:
+        return ids[0]
     return self.eot_token_id
 
   @property
   def tokenizer_name(self) -> str:
-    """Names tokenizer and template in the harness's caches."""
-    named = f'{self._tokenizer.fingerprint()} {self._template.template}'
-    return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    """The name of tokenizer and template in the harness's caches."""
+    identity = f'{self._tokenizer.fingerprint()} {self._template.template}'
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
   def get_model_info(self) -> dict[str, Any]:
     """Returns the entries about the model in the harness's results."""
@@ -140,26 +141,26 @@ class HarnessModel(TemplateLM):
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
   ) -> list[int]:
-    """Returns the tokens of a text; by default those of a prompt, with what the tokenizer puts before it."""
+    """Returns the tokens of a text, by default with the tokenizer's prefix, like a prompt."""
     del kwargs
     with_bos = self._add_bos if add_special_tokens is None else add_special_tokens
     ids = list(self._tokenizer.encode(string) if with_bos is False else encode_prompt(self._tokenizer, string))
     return ids[-left_truncate_len:] if left_truncate_len else ids
 
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """Renders a conversation; without the generation prompt its last message is left open, to be continued."""
+    """Renders a conversation; without the generation prompt, it ends in the last message, which can be continued."""
     text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
     if add_generation_prompt:
       return text
     last = chat_history[-1]['content']
     start = text.rfind(last.strip())
     if start < 0:
-      raise UserError('the chat template changes the last message, so that no answer can continue it.')
+      raise UserError('the chat template changes the last message, which must be continued: use another template.')
     keeps_spaces = text.startswith(last.lstrip(), start)
     return text[: start + len(last.lstrip() if keeps_spaces else last.strip())]
 
   def chat_template(self, chat_template: bool | str = False) -> str | None:
-    """The source of the template, for the harness's results; None if the run does not use one."""
+    """Returns the template for the harness's results; None if the run does not use it."""
     return self._template.template if chat_template else None
 
   # --- requests ---
@@ -167,24 +168,23 @@ class HarnessModel(TemplateLM):
   def _loglikelihood_tokens(
     self, requests: Sequence[_TokenRequest], disable_tqdm: bool = False, **kwargs: Any
   ) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood, whether greedy decoding writes it) of each continuation, in order."""
+    """Returns (log-likelihood, whether greedy decoding generates it) of each continuation, in order."""
     del kwargs
-    texts, num_cut = [], 0
+    texts, num_truncated = [], 0
     for _, context, continuation in requests:
       if len(continuation) > self.max_length:
         raise UserError(
-          f'a task has a continuation of {len(continuation)} tokens, more than max_length={self.max_length}: raise '
-          'max_length.'
+          f'a task has a continuation of {len(continuation)} tokens, but max_length={self.max_length}: raise it.'
         )
       whole = [*context, *continuation]
-      num_cut += len(whole) > self.max_length + 1
+      num_truncated += len(whole) > self.max_length + 1
       start = max(0, len(whole) - self.max_length - 1)
       texts.append((whole[start : len(whole) - len(continuation)], continuation))
-    if num_cut:
+    if num_truncated:
       logging.warning(
-        '%d of %d texts are longer than max_length=%d tokens and lose their beginning: raise max_length, if the model '
-        'knows longer texts.',
-        *(num_cut, len(texts), self.max_length),
+        '%d of %d texts are longer than max_length=%d tokens and are truncated at the start: raise max_length if the '
+        'model supports longer texts.',
+        *(num_truncated, len(texts), self.max_length),
       )
     answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
     with tqdm(total=len(texts), desc='log-likelihoods', disable=disable_tqdm) as progress:
@@ -196,7 +196,7 @@ class HarnessModel(TemplateLM):
     return answers
 
   def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-    """Returns the log-likelihood of each whole text, read in windows of max_length tokens that overlap by one."""
+    """Returns the log-likelihood of each text, computed in windows of max_length tokens that overlap by one."""
     windows: list[_TokenRequest] = []
     owners: list[int] = []
     for number, request in enumerate(requests):
@@ -212,13 +212,13 @@ class HarnessModel(TemplateLM):
     return totals
 
   def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-    """Returns the text that follows each context, greedily unless a task samples, up to its stop strings."""
+    """Generates a continuation of each context up to its stop strings, greedily unless the task samples."""
     seen: Counter[str] = Counter()
     prompts = []
     for request in requests:
       context, settings = request.args
       prompts.append(self._prompt(context, settings, sample=seen[context]))
-      seen[context] += 1  # a task that asks the same several times wants several draws
+      seen[context] += 1  # repeated contexts get different samples
     texts = [''] * len(prompts)
     with tqdm(total=len(prompts), desc='texts', disable=disable_tqdm) as progress:
       for number, text in self.loaded.complete(prompts):
@@ -228,26 +228,26 @@ class HarnessModel(TemplateLM):
     return texts
 
   def _prompt(self, context: str, settings: Mapping[str, Any], *, sample: int) -> Prompt:
-    """The prompt of a request, by the settings that the harness calls generation_kwargs."""
-    wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
-    max_tokens, stop = wanted.pop('max_gen_toks'), wanted.pop('until')
-    temperature = wanted.pop('temperature', None)
-    if not wanted.pop('do_sample', False):
+    """Returns the prompt of a request with `generation_kwargs` of the harness."""
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+    max_tokens, stop = kwargs.pop('max_gen_toks'), kwargs.pop('until')
+    temperature = kwargs.pop('temperature', None)
+    if not kwargs.pop('do_sample', False):
       temperature = 0.0
-    sampling = {name: wanted.pop(name) for name in _SAMPLING if name in wanted}
-    if wanted:
+    sampling = {name: kwargs.pop(name) for name in _SAMPLING if name in kwargs}
+    if kwargs:
       raise UserError(
-        f'the generation_kwargs of a task have {", ".join(sorted(wanted))}, which this model does not know: leave '
-        f'them out; it knows until, do_sample, max_gen_toks, temperature, {", ".join(_SAMPLING)}.'
+        f'the generation_kwargs of a task have {", ".join(sorted(kwargs))}, but supported are until, do_sample, '
+        f'max_gen_toks, temperature, {", ".join(_SAMPLING)}: remove the others.'
       )
-    room = self.max_length - max_tokens
-    if room < 1:
+    max_context = self.max_length - max_tokens
+    if max_context < 1:
       raise UserError(
-        f'a task generates {max_tokens} tokens, but texts have at most max_length={self.max_length}: raise max_length, '
-        'or give --gen_kwargs max_gen_toks=N.'
+        f'a task generates {max_tokens} tokens, which must be less than max_length={self.max_length}: raise '
+        'max_length, or set --gen_kwargs max_gen_toks=N.'
       )
     return Prompt(
-      prompt_ids=tuple(self.tok_encode(context, left_truncate_len=room)),
+      prompt_ids=tuple(self.tok_encode(context, left_truncate_len=max_context)),
       max_tokens=max_tokens,
       temperature=temperature,
       seed=self.loaded.job.experiment.seed + sample,
@@ -257,7 +257,7 @@ class HarnessModel(TemplateLM):
 
 
 def _mesh_sizes(mesh: Mesh | Sequence[int] | str | int | None) -> Mesh | Sequence[int] | None:
-  """The sizes in a text such as 1x2x4."""
+  """Returns the sizes in a string such as 1x2x4."""
   if isinstance(mesh, int):
     return (mesh,)
   if not isinstance(mesh, str):
@@ -265,4 +265,4 @@ def _mesh_sizes(mesh: Mesh | Sequence[int] | str | int | None) -> Mesh | Sequenc
   try:
     return tuple(int(size) for size in mesh.split('x'))
   except ValueError:
-    raise UserError(f'mesh={mesh} must be the sizes of the mesh axes with x between them, such as 1x2x4.') from None
+    raise UserError(f'mesh={mesh} must be the sizes of the mesh axes separated by x, such as 1x2x4.') from None

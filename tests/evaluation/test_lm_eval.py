@@ -38,7 +38,7 @@ def tasks(harness, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def made(harness, tasks, tmp_path_factory):
+def reference(harness, tasks, tmp_path_factory):
   """Returns (a folder, the harness's results with transformers)."""
   from lm_eval.models.huggingface import HFLM
 
@@ -54,9 +54,9 @@ def our_model(folder, **arguments):
 
 
 @pytest.fixture(scope='module')
-def on_eight(made):
+def on_eight(reference):
   """Its compiled steps are a server's, too, which needs two tokens more and the likeliest five."""
-  ours = our_model(made[0], mesh='1x2x4', max_length=MAX_LENGTH + 2, **{'task.decode.num_top_logprobs': 5})
+  ours = our_model(reference[0], mesh='1x2x4', max_length=MAX_LENGTH + 2, **{'task.decode.num_top_logprobs': 5})
   ours.max_length = MAX_LENGTH
   return ours
 
@@ -81,8 +81,8 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize('mesh', [pytest.param('one device', marks=exhaustive), '1x2x4'])
-def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh, on_eight):
-  folder, theirs = made
+def test_all_kinds_of_requests_get_the_answers_of_transformers(reference, tasks, mesh, on_eight):
+  folder, theirs = reference
   ours = our_model(folder, mesh=one_device()) if mesh == 'one device' else on_eight
   assert ours.loaded.mesh.size == (1 if mesh == 'one device' else 8)
   results = evaluate(ours, tasks)
@@ -93,8 +93,8 @@ def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh
   assert results['config']['model_mesh']['mdl'] == (1 if mesh == 'one device' else 4)
 
 
-def test_conversations_are_rendered_as_by_transformers(made, tasks):
-  folder, _ = made
+def test_conversations_are_rendered_as_by_transformers(reference, tasks):
+  folder, _ = reference
   from lm_eval.models.huggingface import HFLM
 
   theirs = HFLM(pretrained=str(folder), device='cpu')
@@ -109,10 +109,10 @@ def test_conversations_are_rendered_as_by_transformers(made, tasks):
   assert set(ours.tokenizer_name) <= set('0123456789abcdef')  # part of the name of a cache's file
 
 
-def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made, on_eight):
+def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(reference, on_eight):
   from lm_eval.api.instance import Instance
 
-  folder, _ = made
+  folder, _ = reference
 
   def ask(**settings):
     requests = [Instance('generate_until', {}, ('the cat', settings), i) for i in range(3)]
@@ -122,9 +122,9 @@ def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made
   assert len(set(sampled)) == 3
   assert ask(do_sample=True, temperature=1.5, max_gen_toks=8) == sampled
   assert len(set(ask(temperature=0.0, max_gen_toks=8))) == 1
-  with pytest.raises(UserError, match='have num_beams, which this model does not know'):
+  with pytest.raises(UserError, match='have num_beams, but'):
     ask(num_beams=2)
-  with pytest.raises(UserError, match='generates 62 tokens, but texts have at most max_length=62'):
+  with pytest.raises(UserError, match=r'62 tokens.*max_length=62: raise max_length'):
     ask(max_gen_toks=62)
   for arguments, sentence in (
     ({'mesh': '1,2'}, 'mesh=1,2 must be the sizes'),
@@ -145,8 +145,8 @@ def server_of(ours):
     yield served.url
 
 
-def test_the_server_answers_the_harness_as_the_model_does(made, tasks, on_eight, monkeypatch):
-  folder, theirs = made
+def test_the_server_answers_the_harness_as_the_model_does(reference, tasks, on_eight, monkeypatch):
+  folder, theirs = reference
   monkeypatch.setenv('OPENAI_API_KEY', 'none')
   with server_of(on_eight) as url:
     shared = {'model': 'tiny', 'base_url': f'{url}/v1/completions', 'max_length': MAX_LENGTH + 2}
@@ -166,8 +166,8 @@ def test_the_server_answers_the_harness_as_the_model_does(made, tasks, on_eight,
 
 
 @exhaustive
-def test_the_command(made, tasks, tmp_path):
-  folder, theirs = made
+def test_the_command(reference, tasks, tmp_path):
+  folder, theirs = reference
   arguments = f'path={folder},mesh=1x2x4,num_fake_devices=8,max_length={MAX_LENGTH},task.decode.num_slots=4'
   finished = binary.run_binary(
     'run', '--model', 'spmd_tasks', '--model_args', arguments, '--include_path', tasks, '--tasks', 'choice,write',
