@@ -1,9 +1,11 @@
-"""Reference: a small random model of `transformers`, and what it computes; each result is computed once.
+"""Small random models of `transformers` and their results, which are computed once:
 
-reference = Reference('llama3', tmp_path)
-reference.logits           # float32 [B, T, V]
-reference.step             # the loss, and the tensors of the folder after one step of SGD
-reference.greedy_tokens    # of two prompts
+    reference = Reference('llama3', tmp_path)
+    reference.logits           # float32 [B, T, V]
+    reference.step             # the loss, and the tensors of the folder after one step of SGD
+    reference.greedy_tokens    # of two prompts
+
+Shapes: B batch, T sequence, V vocab.
 """
 
 from collections.abc import Callable
@@ -18,21 +20,22 @@ from safetensors.numpy import load_file
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 B, T, NUM_PROMPT, NUM_GENERATED = 4, 24, 11, 64
-LEARNING_RATE = 64.0  # so that the step is not lost in the rounding of the weights
+LEARNING_RATE = 64.0  # large, so that the step is not lost to rounding of the weights
 EOS = 258
 
 
 def random_ids() -> np.ndarray:
-  """Tokens [B, T], without the end of text."""
+  """Returns random tokens [B, T] without EOS."""
   return np.random.default_rng(1).integers(0, EOS, (B, T))
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+  """Returns all tensors of a folder."""
   return {name: value for file in folder.glob('*.safetensors') for name, value in load_file(file).items()}
 
 
 def quiet_transformers():
-  """Imports transformers, without its progress bars and advice."""
+  """Imports transformers without progress bars and warnings."""
   import transformers
 
   transformers.utils.logging.set_verbosity_error()
@@ -41,12 +44,18 @@ def quiet_transformers():
 
 
 def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any], float]):
-  """A model of transformers with random weights of such scales, those of norms around 1; `kind` is the Auto class."""
+  """Returns a model of transformers with random weights, centered at 1 for norms.
+
+  Args:
+    kind: the name of the Auto class.
+    settings: the content of config.json.
+    scale: (name, weight) -> standard deviation.
+  """
   import torch
   from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
   torch.manual_seed(0)
-  settings = copy.deepcopy(settings)  # which the config changes
+  settings = copy.deepcopy(settings)  # the config changes them
   config = CONFIG_MAPPING[settings.pop('model_type')](**settings)
   config._experts_implementation = 'eager'
   model = getattr(quiet_transformers(), kind).from_config(config, dtype=torch.float32).eval()
@@ -58,12 +67,12 @@ def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any]
 
 
 class Reference:
-  """A model by its name in CONFIGS.
+  """The reference model of one of CONFIGS.
 
   Attributes:
-    name: of the model.
-    path: its folder, in float32.
-    model: of transformers.
+    name: the name in CONFIGS.
+    path: the folder of the model in float32.
+    model: the model of transformers.
   """
 
   def __init__(self, name: str, directory: Path):
@@ -93,7 +102,7 @@ class Reference:
 
   @functools.cached_property
   def greedy_tokens(self) -> list[list[int]]:
-    """What follows the first NUM_PROMPT of `random_ids`, of the first two rows; without the end of text."""
+    """The greedy continuations, without EOS, of the first NUM_PROMPT tokens of the first two rows of `random_ids`."""
     import torch
 
     prompts = torch.tensor(random_ids()[:2, :NUM_PROMPT])
@@ -114,7 +123,7 @@ class Reference:
 
 
 def logits_of(model) -> np.ndarray:
-  """The logits of `random_ids`, float32 [B, T, V]."""
+  """Returns the logits of `random_ids`, float32 [B, T, V]."""
   import torch
 
   with torch.no_grad():
@@ -122,18 +131,18 @@ def logits_of(model) -> np.ndarray:
 
 
 def load_reference(folder: Path, dtype: str):
-  """Returns (model, what is amiss) of a folder, as transformers loads it: missing and unexpected tensors by name."""
+  """Loads a folder with transformers; returns the model, and the missing and unexpected tensors."""
   import torch
 
   model, report = quiet_transformers().AutoModelForCausalLM.from_pretrained(
     folder, dtype=getattr(torch, dtype), output_loading_info=True
   )
   model.set_experts_implementation('eager')
-  amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-  return model.eval(), amiss
+  problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+  return model.eval(), problems
 
 
 def assert_close(ours, theirs, tolerance, what=''):
-  """Asserts that the greatest difference is small beside the greatest value."""
+  """Asserts that the maximum difference is at most `tolerance` times the maximum value."""
   assert ours.shape == theirs.shape
   assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max(), what

@@ -1,7 +1,7 @@
-"""Folders that transformers has written: the same logits, gradients, exports and greedy tokens, on any mesh.
+"""Compares logits, gradients, exports and greedy tokens of a folder with transformers, on several meshes.
 
-Float32, vocabulary 259, 3 heads, head_dim unlike D / H; and bfloat16 by medians. One file: importing torch takes longer
-than most of the cases.
+The models have float32 weights, a vocabulary of 259, 3 heads, and a head_dim other than D / H. In bfloat16, medians are
+compared. All cases are in one file, because importing torch takes longer than most of them.
 """
 
 import gc
@@ -57,7 +57,7 @@ ON_MESHES = [
 
 
 class OneStep(PretrainedLanguageModel):
-  """One step of SGD on made-up tokens."""
+  """One step of SGD on synthetic tokens."""
 
   batch_size = B
   seq_len = T
@@ -76,25 +76,25 @@ class OneStep(PretrainedLanguageModel):
 
 
 class OneStepOfPipeline(OneStep, PipelinedPretrainedModel):
-  """The same, over stages."""
+  """OneStep with pipeline stages."""
 
 
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
-  """Returns the Reference of a name in CONFIGS, made once."""
-  made = {}
+  """Returns a function that returns the Reference of a name in CONFIGS."""
+  references = {}
 
   def get(name):
-    if name not in made:
-      made[name] = Reference(name, tmp_path_factory.mktemp('folders'))
-    return made[name]
+    if name not in references:
+      references[name] = Reference(name, tmp_path_factory.mktemp('folders'))
+    return references[name]
 
   return get
 
 
 @pytest.fixture(autouse=True)
-def compiled_programs_are_given_up_sooner():
-  """As in tests/conftest.py, within this file, which has more programs than any other."""
+def clear_caches_early():
+  """Clears caches of compiled programs as tests/conftest.py does, but earlier: this file compiles the most programs."""
   yield
   if Path('/proc/self/maps').read_bytes().count(b'\n') > 20_000:
     jax.clear_caches()
@@ -106,7 +106,7 @@ def mesh_of(sizes):
   return MeshSpec(axis_names=axes, ici_mesh_shape=sizes).build(jax.devices()[: math.prod(sizes)])
 
 
-@pytest.mark.parametrize(  # by default test_nextn_folders.py has those of DeepSeek-V3
+@pytest.mark.parametrize(  # test_nextn_folders.py covers DeepSeek-V3 by default
   'name',
   [pytest.param(name, marks=() if name in ('llama3', 'gpt_oss') else pytest.mark.exhaustive) for name in CONFIGS],
 )
@@ -121,9 +121,9 @@ def test_logits(name, reference):
   'name', [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaustive) for name in CONFIGS]
 )
 def test_logits_in_16_bits(name, reference):
-  """In bfloat16 we are as near to float32's logits as transformers is, and near to transformers.
+  """In bfloat16, the error against float32 is not larger than that of transformers.
 
-  Medians, because routers in 16 bits send a few tokens to other experts.
+  Medians are compared, because routers in 16 bits send a few tokens to other experts.
   """
   path = reference(name).in_16_bits
   exact, theirs = (logits_of(load_reference(path, dtype)[0]) for dtype in ('float32', 'bfloat16'))
@@ -139,19 +139,19 @@ def test_logits_in_16_bits(name, reference):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_transformers_loads_what_is_exported(name, reference, tmp_path):
-  """Nothing is missing or unexpected, and the logits have the same bits; also where no folder was the origin."""
+  """The logits are bitwise equal, with and without an origin."""
   theirs = reference(name)
   folder, model, weights = opened(theirs.path)
-  for place, origin in (('there', folder), ('here', None)):
-    export_folder(tmp_path / place, model, weights, origin=origin)
-    again, amiss = load_reference(tmp_path / place, 'float32')
-    assert not amiss, place
+  for directory, origin in (('with_origin', folder), ('without_origin', None)):
+    export_folder(tmp_path / directory, model, weights, origin=origin)
+    again, problems = load_reference(tmp_path / directory, 'float32')
+    assert not problems, directory
     assert type(again) is type(theirs.model)
-    np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=place)
+    np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=directory)
 
 
 def take_one_step(path, mesh):
-  """Returns loss and the model after one step, ours."""
+  """Returns the loss, the model and the state after one step."""
   cls = OneStepOfPipeline if 'stage' in mesh else OneStep
   job = resolve(cls, [f'model={path}', *MESHES[mesh]]).build()
   model = partition_job(job, mesh_of(job.experiment.ici_mesh_shape))
@@ -164,7 +164,7 @@ def take_one_step(path, mesh):
 
 
 @pytest.mark.parametrize('name, mesh', ON_MESHES)
-def test_loss_and_every_gradient_in_what_is_exported(name, mesh, reference, tmp_path):
+def test_an_exported_step_has_the_same_loss_and_gradients(name, mesh, reference, tmp_path):
   """After one step of SGD, both write the same folder."""
   path = reference(name).path
   their_loss, theirs = reference(name).step
@@ -176,11 +176,11 @@ def test_loss_and_every_gradient_in_what_is_exported(name, mesh, reference, tmp_
   assert ours.keys() == theirs.keys()
   for key in theirs:
     if key.endswith(('e_score_correction_bias', 'k_proj.bias')):
-      continue  # balanced by the load here; and of a key's bias, the gradient is 0 but for rounding
+      continue  # our router balances the load; the gradient of a key's bias is only rounding error
     assert_close(ours[key] - before[key], theirs[key] - before[key], 1e-4, key)
 
 
-# A pipeline generates text with its layers in sequence: tests of pipelines show that.
+# Tests of pipelines cover generation, which runs the stages in sequence.
 GENERATING = {'1 device': (1, 1, 1), 'data 2 x mdl 4': (1, 2, 4)}
 
 

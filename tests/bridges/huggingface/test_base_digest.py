@@ -1,4 +1,4 @@
-"""The digest of a job's base is the same for a copy, and another one if any tensor, name or setting is."""
+"""The digest of a folder is equal for a copy, and differs if a tensor, a name or a setting differs."""
 
 import shutil
 
@@ -34,14 +34,14 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize('change', CHANGES)
-def test_another_folder_has_another_digest(folder, change, tmp_path):
+def test_changed_folders_have_other_digests(folder, change, tmp_path):
   before = folder_digest(str(folder))
   assert folder_digest(str(shutil.copytree(folder, tmp_path / 'copy'))) == before
   CHANGES[change](folder)
   assert folder_digest(str(folder)) != before
 
 
-def test_a_damaged_file_is_one_sentence(folder):
+def test_damaged_files_raise_user_errors(folder):
   (folder / 'model-2.safetensors').write_bytes(bytes(100))
   with pytest.raises(UserError, match=r'model-2\.safetensors .*download it again'):
     folder_digest(str(folder))

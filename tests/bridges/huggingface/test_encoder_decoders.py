@@ -1,4 +1,4 @@
-"""T5's families against transformers: logits, gradients, greedy tokens, and folders in and out. Float32."""
+"""Compares logits, gradients, greedy tokens and exports of T5's families with transformers, in float32."""
 
 import functools
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.bridges.huggingface.test_folders import abstract_weights
 pytestmark = pytest.mark.slow
 
 B, S, T, V = 3, 29, 17, 67
-LENGTHS = (29, 5, 18)  # of the encoder's texts
+LENGTHS = (29, 5, 18)  # lengths of the encoder's texts
 _SIZES = {
   'vocab_size': V,
   'd_model': 30,
@@ -35,7 +35,7 @@ _SIZES = {
 _SIZES |= {'relative_attention_num_buckets': 8, 'relative_attention_max_distance': 11, 'decoder_start_token_id': 0}
 _EXPERTS = {'model_type': 'switch_transformers', 'num_experts': 5, 'expert_capacity': 4, 'num_layers': 4}
 _EXPERTS |= {'num_decoder_layers': 3, 'num_sparse_encoder_layers': 2, 'num_sparse_decoder_layers': 1}
-# Name -> (config, whether the head is a tensor of its own)
+# name -> (config, whether the head is untied)
 CASES = {
   't5': ({'layer_norm_epsilon': 1e-3}, False),
   'flan_t5': ({'model_type': 't5', 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}, True),
@@ -46,14 +46,13 @@ CASES = {
   'switch_untied': (_EXPERTS | {'tie_word_embeddings': False, 'num_sparse_decoder_layers': 3}, True),
 }
 
-# Greedy tokens are those of further cases.
 NAMES = [
   pytest.param(name, marks=() if name in ('t5', 'umt5', 'switch_untied') else pytest.mark.exhaustive) for name in CASES
 ]
 
 
 class Reference:
-  """A random model of transformers, its folder, and what it computes."""
+  """A random model of transformers, its folder and its results."""
 
   def __init__(self, name: str, path: Path):
     import torch
@@ -67,27 +66,27 @@ class Reference:
     if is_untied:
       self.model.lm_head.weight = torch.nn.Parameter(torch.randn(V, _SIZES['d_model']) * 0.4)
     with torch.no_grad():
-      for stack in (self.model.encoder, self.model.decoder):  # with an untied head, Switch has three tables
+      for stack in (self.model.encoder, self.model.decoder):  # Switch has three tables if the head is untied
         stack.embed_tokens.weight.copy_(self.model.shared.weight)
     self.model.save_pretrained(path)
 
   @functools.cached_property
   def computed(self):
-    """Returns (logits [B, T, V], gradients of the mean loss by tensor)."""
+    """The logits [B, T, V], and the gradients of the mean loss by tensor."""
     import torch
 
     ids, labels, encoder_ids = map(torch.tensor, texts())
     mask = (torch.arange(S)[None] < torch.tensor(LENGTHS)[:, None]).long()
     self.model.zero_grad()
-    made = self.model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=ids, labels=labels)
-    made.loss.backward()
-    gradients = {  # an expert without tokens has none
+    outputs = self.model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=ids, labels=labels)
+    outputs.loss.backward()
+    gradients = {  # experts without tokens have no gradients
       name: np.zeros(value.shape, np.float32) if value.grad is None else value.grad.numpy()
       for name, value in self.model.named_parameters()
     }
     for copy in ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'):
       gradients['shared.weight'] = gradients['shared.weight'] + gradients.pop(copy, 0.0)
-    return made.logits.detach().numpy(), gradients
+    return outputs.logits.detach().numpy(), gradients
 
 
 def texts():
@@ -125,15 +124,15 @@ def test_logits_and_every_gradient(name, reference):
   assert_close(np.asarray(ours), logits, 1e-5)
   flat = {name: lazy_array(x) for name, x in traverse_util.flatten_dict(our_gradients, sep='/').items()}
   rules = folder.family.rules(folder.decoder, model_slots(model))
-  back = RuleTable(rules=rules, source='theirs', target='ours').inverse()
-  made = back.convert_lazily(flat, {key: np.zeros((), np.float32) for key in folder.tensors})
-  assert made.keys() == gradients.keys()
-  for key, value in made.items():
+  inverse = RuleTable(rules=rules, source='theirs', target='ours').inverse()
+  converted = inverse.convert_lazily(flat, {key: np.zeros((), np.float32) for key in folder.tensors})
+  assert converted.keys() == gradients.keys()
+  for key, value in converted.items():
     assert_close(np.asarray(value), gradients[key], 1e-5, key)
 
 
 def seq2seq(path):
-  """Returns (model, what is amiss) of a folder, as transformers loads it."""
+  """Loads a folder with transformers; returns the model, and the missing and unexpected tensors."""
   loaded, report = quiet_transformers().AutoModelForSeq2SeqLM.from_pretrained(path, output_loading_info=True)
   return loaded.eval(), {kind: names for kind, names in report.items() if names}
 
@@ -148,36 +147,36 @@ def logits_of(model):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_exports_have_the_same_tensors_and_the_same_logits(name, reference, tmp_path):
-  """With the folder as origin, and without, where another family may have the model."""
+  """With the folder as origin, and without, when another family may be chosen."""
   folder = open_folder(reference(name).path)
   model = folder.build_model()
   weights = folder.lazy_weights(model, abstract_weights(model))
-  for place, origin in (('there', folder), ('here', None)):
-    export_folder(tmp_path / place, model, weights, origin=origin)
-    again, amiss = seq2seq(tmp_path / place)
-    assert not amiss
-    # Not to the bit: torch's products depend on where a tensor lies in memory.
+  for directory, origin in (('with_origin', folder), ('without_origin', None)):
+    export_folder(tmp_path / directory, model, weights, origin=origin)
+    again, problems = seq2seq(tmp_path / directory)
+    assert not problems
+    # Not bitwise: torch's products depend on the memory alignment of tensors.
     np.testing.assert_allclose(logits_of(again), logits_of(reference(name).model), rtol=1e-5, atol=1e-5)
-  theirs, ours = tensors_of(folder.path), tensors_of(tmp_path / 'there')
+  theirs, ours = tensors_of(folder.path), tensors_of(tmp_path / 'with_origin')
   assert theirs.keys() == ours.keys()
   for key, value in theirs.items():
     np.testing.assert_array_equal(ours[key], value)
 
 
-def test_logits_that_are_not_scaled_are_those_of_a_larger_head(reference, tmp_path):
-  """T5X's UMT5 does not divide its logits by sqrt(D), and transformers' does."""
+def test_unscaled_logits_are_exported_as_a_scaled_head(reference, tmp_path):
+  """UMT5 of T5X does not divide logits by sqrt(D); UMT5 of transformers does."""
   folder = open_folder(reference('umt5').path)
   model = folder.build_model()
   weights = folder.lazy_weights(model, abstract_weights(model))
   weights['embedding/softmax_kernel'] *= 30**-0.5
   model = model.clone(embedding=model.embedding.clone(scale_logits=False))
   assert export_folder(tmp_path / 'out', model, weights) == 'UMT5ForConditionalGeneration'
-  again, amiss = seq2seq(tmp_path / 'out')
-  assert not amiss
+  again, problems = seq2seq(tmp_path / 'out')
+  assert not problems
   assert_close(logits_of(again), logits_of(reference('umt5').model), 1e-5)
 
 
-@pytest.mark.exhaustive  # by default tests/bridges/t5x/test_seqio_metrics.py decodes by whole forward passes, too
+@pytest.mark.exhaustive  # tests/bridges/t5x/test_seqio_metrics.py covers decoding by default
 @pytest.mark.parametrize('name', ['flan_t5', 'switch'])
 def test_greedy_tokens_and_logits_from_the_folder(name, reference):
   import torch
@@ -188,7 +187,7 @@ def test_greedy_tokens_and_logits_from_the_folder(name, reference):
     model = load(reference(name).path, mesh=(1, 2, 4), overrides=settings)
     ids, _, encoder_ids = texts()
     assert_close(np.asarray(model.logits(ids, encoder_ids)), logits_of(reference(name).model), 1e-5)
-    made = model.generate([Prompt(prompt_ids=tuple(row)) for row in rows], max_tokens=24)
-  for row, text in zip(rows, made):
+    texts_of_rows = model.generate([Prompt(prompt_ids=tuple(row)) for row in rows], max_tokens=24)
+  for row, text in zip(rows, texts_of_rows):
     theirs = reference(name).model.generate(torch.tensor([row]), do_sample=False, max_new_tokens=24)[0, 1:].tolist()
     assert [int(word) for word in text.split()] == (theirs[: theirs.index(1)] if 1 in theirs else theirs)

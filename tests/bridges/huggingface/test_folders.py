@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format without transformers: weights out and in, bit by bit; and what is refused."""
+"""Exports and imports folders bit for bit, and refuses unsupported configs and damaged files; without transformers."""
 
 import errno
 import functools
@@ -32,7 +32,7 @@ def decoder_of(config):
   return FAMILIES[config['model_type']].read(Config(config, 'config.json'))
 
 
-@functools.lru_cache  # tracing takes a third of a second
+@functools.lru_cache  # tracing takes 0.3 s
 def abstract_weights(model):
   def init():
     batch = dict.fromkeys(('ids', 'encoder_ids'), np.zeros((1, 4), np.int32))
@@ -42,14 +42,14 @@ def abstract_weights(model):
 
 
 def opened(path):
-  """(The folder, its model, the model's lazy weights by name)."""
+  """Returns the folder, its model, and the model's lazy weights by name."""
   folder = open_folder(path)
   model = folder.build_model()
   return folder, model, folder.lazy_weights(model, abstract_weights(model))
 
 
 def as_tree(lazy):
-  """Lazy weights, read, as the model takes them."""
+  """Reads lazy weights into the tree that the model takes."""
   return traverse_util.unflatten_dict({name: np.asarray(weight) for name, weight in lazy.items()}, sep='/')
 
 
@@ -59,11 +59,11 @@ def random_weights(model, dtype, rng):
 
 
 def write_folder(path, name, rng, dtype='float32'):
-  """Writes a folder of random weights, as the export of a job would; returns model and weights."""
+  """Exports random weights to a folder; returns the model and the weights."""
   config = CONFIGS[name]
   model = build_model(decoder_of(config))
   weights = random_weights(model, jax.numpy.dtype(dtype), rng)
-  # Several families may have the model: the folder's own decides.
+  # The origin selects the family; several may express the model.
   path.mkdir(parents=True)
   (path / 'config.json').write_text(json.dumps(config))
   origin = open_folder(path)
@@ -75,7 +75,7 @@ def write_folder(path, name, rng, dtype='float32'):
 
 
 def rewrite(path, rename, **others):
-  """Makes one file of a folder's shards, with names of its own and other tensors."""
+  """Joins the shards of a folder in one file, with renamed and further tensors."""
   tensors = others
   for file in path.glob('*.safetensors'):
     tensors |= {rename(name): value for name, value in load_file(file).items()}
@@ -85,7 +85,7 @@ def rewrite(path, rename, **others):
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_weights_go_into_a_folder_and_come_back_bit_by_bit(name, tmp_path, rng):
+def test_exported_weights_are_imported_bit_for_bit(name, tmp_path, rng):
   model, weights = write_folder(tmp_path / 'model', name, rng)
   folder = open_folder(tmp_path / 'model')
   assert folder.decoder == decoder_of(CONFIGS[name])
@@ -96,15 +96,15 @@ def test_weights_go_into_a_folder_and_come_back_bit_by_bit(name, tmp_path, rng):
     np.testing.assert_array_equal(np.asarray(read[key]), value, err_msg=key)
 
 
-def test_the_files_are_those_of_the_safetensors_library(tmp_path, rng):
+def test_the_safetensors_library_reads_the_files(tmp_path, rng):
   write_folder(tmp_path / 'model', 'mixtral', rng)
   files = sorted((tmp_path / 'model').glob('*.safetensors'))
   assert len(files) > 3
   index = json.loads((tmp_path / 'model' / 'model.safetensors.index.json').read_text())
   loaded = {}
   for path in files:
-    loaded |= (found := load_file(path))
-    assert {index['weight_map'][name] for name in found} == {path.name}
+    loaded |= (shard := load_file(path))
+    assert {index['weight_map'][name] for name in shard} == {path.name}
   ours = open_folder(tmp_path / 'model').tensors
   assert ours.keys() == loaded.keys() == index['weight_map'].keys()
   for name, value in loaded.items():
@@ -124,7 +124,7 @@ OLD_GEMMA = CONFIGS['gemma3_text'] | {'rope_theta': 1e6, 'rope_local_base_freq':
     (CONFIGS['glm4'] | {'partial_rotary_factor': 0.5}, CONFIGS['glm4']),
   ],
 )
-def test_the_old_keys_of_a_config_say_the_same(old, new):
+def test_old_keys_of_a_config_mean_the_same(old, new):
   assert decoder_of(old) == decoder_of(new)
 
 
@@ -139,7 +139,7 @@ WRAPPER = {
 
 
 @pytest.mark.parametrize('prefix', ['language_model.model.', 'model.language_model.'])
-def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
+def test_the_text_model_of_a_multimodal_model(prefix, tmp_path, rng):
   model, weights = write_folder(tmp_path / 'model', 'gemma3_text', rng)
   of_images = dict.fromkeys(('vision_tower.x.weight', 'model.multi_modal_projector.y'), np.zeros(3, np.float32))
   rewrite(tmp_path / 'model', lambda name: name.replace('model.', prefix, 1), **of_images)
@@ -174,7 +174,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize('case', CHANGES)
-def test_a_config_that_is_not_understood_is_refused(case, tmp_path):
+def test_unsupported_configs_are_refused(case, tmp_path):
   changed, message = CHANGES[case]
   (tmp_path / 'config.json').write_text(json.dumps(CONFIGS['llama'] | changed))
   with pytest.raises(UserError) as refused:
@@ -185,7 +185,7 @@ def test_a_config_that_is_not_understood_is_refused(case, tmp_path):
 
 def _with(path, name, value):
   tensors = load_file(path / 'model.safetensors') | {name: value}
-  save_file({key: each for key, each in tensors.items() if each is not None}, path / 'model.safetensors')
+  save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, path / 'model.safetensors')
 
 
 def _truncate(path):
@@ -260,8 +260,8 @@ def test_weights_that_do_not_fit_are_refused(damage, whole_folder, tmp_path):
   assert message in str(refused.value)
 
 
-def test_tensors_that_are_no_weights_are_left_out(whole_folder, tmp_path):
-  path, model = whole_folder  # tied: files of older versions have the head all the same
+def test_tensors_that_are_not_weights_are_ignored(whole_folder, tmp_path):
+  path, model = whole_folder  # tied, but files of older versions also have the head
   shutil.copytree(path, tmp_path / 'model')
   _with(tmp_path / 'model', 'lm_head.weight', load_file(path / 'model.safetensors')['model.embed_tokens.weight'])
   _with(tmp_path / 'model', 'model.layers.0.self_attn.rotary_emb.inv_freq', np.zeros(4, np.float32))
@@ -269,7 +269,7 @@ def test_tensors_that_are_no_weights_are_left_out(whole_folder, tmp_path):
 
 
 def test_a_head_that_differs_from_the_table_is_not_tied_to_it(whole_folder, tmp_path, rng):
-  """As in transformers 5, whose `tie_weights` compares both; a head without a table is the table."""
+  """As in `tie_weights` of transformers 5, which compares both; a head without a table becomes the table."""
   path, tied_model = whole_folder
   head = 2 + rng.normal(size=(259, 30)).astype(np.float32)
   shutil.copytree(path, tmp_path / 'model')
@@ -286,15 +286,15 @@ def test_a_head_that_differs_from_the_table_is_not_tied_to_it(whole_folder, tmp_
   np.testing.assert_array_equal(np.asarray(lazy['embedding/table']), head)
 
 
-def test_a_whole_file_comes_before_an_index_that_an_earlier_save_left(tmp_path, rng):
-  """As in transformers, whose `_get_resolved_checkpoint_files` looks for model.safetensors first."""
+def test_a_single_file_takes_precedence_over_an_old_index(tmp_path, rng):
+  """As in `_get_resolved_checkpoint_files` of transformers."""
   _, old = write_folder(tmp_path / 'old', 'llama3', rng)
   _, new = write_folder(tmp_path / 'new', 'llama3', rng)
   rewrite(tmp_path / 'new', lambda name: name)
   shutil.copy(tmp_path / 'new' / 'model.safetensors', tmp_path / 'old')
   name = 'stack/layers/attention/query/kernel'
   np.testing.assert_array_equal(np.asarray(opened(tmp_path / 'old')[2][name]), new[name])
-  for file in (tmp_path / 'old').glob('model-0*'):  # transformers removes the shards and leaves the index
+  for file in (tmp_path / 'old').glob('model-0*'):  # transformers removes the shards, but not the index
     file.unlink()
   np.testing.assert_array_equal(np.asarray(opened(tmp_path / 'old')[2][name]), new[name])
   assert not np.array_equal(old[name], new[name])
@@ -307,7 +307,7 @@ def test_weights_of_another_model_are_refused(whole_folder):
     open_folder(path).lazy_weights(other, abstract_weights(other))
 
 
-def test_how_a_model_is_trained_and_computed_does_not_matter():
+def test_settings_of_training_and_computation_do_not_matter():
   decoder = decoder_of(CONFIGS['llama'])
   model = build_model(decoder)
   attention = model.stack.block.attention.clone(qk_clip=100.0, gradient_keys=2048, implementation='splash')
@@ -323,7 +323,7 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
   assert not (tmp_path / 'out').exists()
 
 
-def test_a_folder_is_written_by_one_process_and_a_full_disk_is_a_sentence(tmp_path):
+def test_concurrent_exports_and_full_disks_raise_errors(tmp_path):
   def fill_the_disk():
     with new_folder(tmp_path / 'out') as folder:
       (folder / 'config.json').write_text('{')
@@ -336,8 +336,8 @@ def test_a_folder_is_written_by_one_process_and_a_full_disk_is_a_sentence(tmp_pa
   assert not list(tmp_path.iterdir())
 
 
-def test_gates_are_divided_by_their_sum_where_transformers_does_so():
-  """The families' logits are compared with --all only."""
+def test_gates_are_divided_by_their_sum_as_in_transformers():
+  """Logits of these families are only compared with --all."""
   divisors = {
     name: mixture.routing.normalize_gates for name in CONFIGS if (mixture := decoder_of(CONFIGS[name]).mixture)
   }

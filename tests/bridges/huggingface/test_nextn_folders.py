@@ -1,7 +1,7 @@
-"""Heads of folders that predict further tokens: their logits as torch computes the paper's equations, in and out.
+"""Compares multi-token prediction heads of folders with the paper's equations in torch, and exports them.
 
-transformers ignores these tensors. The reference takes its decoder blocks and computes what is around them by section
-2.2 of arXiv 2412.19437; the embedding's half comes first in `eh_proj`, as in SGLang, vLLM and Megatron.
+transformers ignores these heads. The reference uses its decoder blocks, and computes the rest by section 2.2 of arXiv
+2412.19437, with the embedding first in `eh_proj`, as in SGLang, vLLM and Megatron.
 """
 
 import json
@@ -29,18 +29,18 @@ HEADS = 'num_nextn_predict_layers'
 
 
 def rewrite(path, tensors, **config):
-  """Changes the folder's config and its tensors; None removes one."""
-  known = json.loads((path / 'config.json').read_text()) | config
-  (path / 'config.json').write_text(json.dumps(known))
+  """Changes a folder's config and tensors; None removes a tensor."""
+  config = json.loads((path / 'config.json').read_text()) | config
+  (path / 'config.json').write_text(json.dumps(config))
   tensors = tensors_of(path) | tensors
   for file in path.glob('*.safetensors'):
     file.unlink()
-  save_file({name: each for name, each in tensors.items() if each is not None}, path / 'model.safetensors')
+  save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / 'model.safetensors')
 
 
 @pytest.fixture(scope='module', params=['deepseek_v3', pytest.param('glm4_moe', marks=pytest.mark.exhaustive)])
-def made(request, tmp_path_factory):
-  """(A folder with a head, which of its tensors are the head's, logits and the head's logits [B, T - 1, V])."""
+def reference(request, tmp_path_factory):
+  """Returns a folder with a head, the names of the head's tensors, and the logits of model and head [B, T - 1, V]."""
   import torch
 
   path, num_layers = tmp_path_factory.mktemp('heads') / 'model', CONFIGS[request.param]['num_hidden_layers']
@@ -61,23 +61,24 @@ def made(request, tmp_path_factory):
     halves = norm(table[ids[:, 1:]], enorm), norm(hidden, hnorm)
     body.layers, body.norm = layers[num_layers:], torch.nn.Identity()
     x = body(inputs_embeds=torch.cat(halves, -1) @ eh_proj.T, use_cache=False).last_hidden_state
-    logits = [(each @ kernel.T).numpy() for each in (hidden, norm(x, shared_norm))]
-    of_head = {'enorm': enorm, 'hnorm': hnorm, 'eh_proj': eh_proj, 'shared_head.norm': shared_norm}
-    of_head |= {'embed_tokens': table, 'shared_head.head': kernel}
-    of_head = {f'{layer}{name}.weight': each.numpy() for name, each in of_head.items()}
-  rewrite(path, of_head, num_hidden_layers=num_layers, **{HEADS: 1})
+    logits = [(activations @ kernel.T).numpy() for activations in (hidden, norm(x, shared_norm))]
+    head_tensors = {'enorm': enorm, 'hnorm': hnorm, 'eh_proj': eh_proj, 'shared_head.norm': shared_norm}
+    head_tensors |= {'embed_tokens': table, 'shared_head.head': kernel}
+    head_tensors = {f'{layer}{name}.weight': tensor.numpy() for name, tensor in head_tensors.items()}
+  rewrite(path, head_tensors, num_hidden_layers=num_layers, **{HEADS: 1})
   return path, {name for name in tensors_of(path) if name.startswith(layer)}, logits
 
 
-def folder_of_heads(path, rng):
-  """Writes a folder of random weights whose config and tensors have one head."""
+def write_folder_with_head(path, rng):
+  """Writes a folder of random weights with one head."""
   model = build_model(decoder_of(CONFIGS['glm4_moe'] | {HEADS: 1}))
-  export_folder(path, model, {key: lazy_array(each) for key, each in random_weights(model, np.float32, rng).items()})
+  weights = random_weights(model, np.float32, rng)
+  export_folder(path, model, {key: lazy_array(weight) for key, weight in weights.items()})
 
 
 @pytest.mark.slow  # it imports torch
-def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
-  path, of_head, logits = made
+def test_logits_of_a_head_and_its_export(reference, tmp_path):
+  path, head_tensors, logits = reference
   folder, model, weights = opened(path)
   assert folder.decoder.num_nextn == 1
   with jax.default_matmul_precision('highest'):
@@ -85,40 +86,41 @@ def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   for ours, theirs in zip((predicted['logits'], predicted['nextn'][0]['logits']), logits, strict=True):
     assert_close(np.asarray(ours)[:, :-1], theirs, 1e-5)
 
-  plain = folder.with_nextn_heads(0).build_model()  # an export has the head as it was, too
-  for place, given in (('with', model), ('without', plain)):
-    export_folder(tmp_path / place, given, folder.lazy_weights(given, abstract_weights(given)), origin=folder)
-    exported, before = tensors_of(tmp_path / place), tensors_of(path)
-    assert exported.keys() == before.keys() > of_head
-    for name, each in before.items():
-      assert exported[name].tobytes() == each.tobytes(), name
-    assert open_folder(tmp_path / place).config[HEADS] == 1
+  without_head = folder.with_nextn_heads(0).build_model()  # its export copies the head
+  for directory, exported_model in (('with', model), ('without', without_head)):
+    weights_to_export = folder.lazy_weights(exported_model, abstract_weights(exported_model))
+    export_folder(tmp_path / directory, exported_model, weights_to_export, origin=folder)
+    exported, before = tensors_of(tmp_path / directory), tensors_of(path)
+    assert exported.keys() == before.keys() > head_tensors
+    for name, tensor in before.items():
+      assert exported[name].tobytes() == tensor.tobytes(), name
+    assert open_folder(tmp_path / directory).config[HEADS] == 1
   export_folder(tmp_path / 'new', model, weights)
   assert open_folder(tmp_path / 'new').decoder == folder.decoder
   assert tensors_of(tmp_path / 'new').keys() == before.keys()
 
 
-@pytest.mark.exhaustive  # by default tests/decoding/test_drafts.py has texts with heads
-@pytest.mark.parametrize('made', ['deepseek_v3'], indirect=True)
-def test_texts_with_drafts_of_a_head_are_those_without(made):
+@pytest.mark.exhaustive  # tests/decoding/test_drafts.py covers generation with heads by default
+@pytest.mark.parametrize('reference', ['deepseek_v3'], indirect=True)
+def test_drafts_of_a_head_do_not_change_texts(reference):
   bias = tuple((token, 30.0) for token in (11, 12))
   rows = random_ids()[:2, :9].tolist()
   requests = [
     Request(ids=tuple(row), max_tokens=20, logit_bias=bias, seed=7, sampling=SamplingParams(temperature=temperature))
     for row, temperature in zip(rows, (0.0, 1.0), strict=True)
   ]
-  settings, found = ['seq_len=32', 'task.decode.num_slots=3', 'task.decode.min_bucket=32'], {}
+  settings, results = ['seq_len=32', 'task.decode.num_slots=3', 'task.decode.min_bucket=32'], {}
   for case in ('num_nextn_predict_layers=0', 'task.decode.num_drafts=2'):
-    model = load(made[0], mesh=mesh_of((1, 1, 1)), overrides=[*settings, case])
+    model = load(reference[0], mesh=mesh_of((1, 1, 1)), overrides=[*settings, case])
     steps = DecodeSteps(model.partitioned)
     steps.step.row_counts = steps.step.row_counts[-1:]  # fewer programs
-    found[case] = dict(generate(steps, model.padded_variables, requests, decode=lambda ids: ''))
-  without, drafted = found.values()
+    results[case] = dict(generate(steps, model.padded_variables, requests, decode=lambda ids: ''))
+  without, drafted = results.values()
   for number, done in drafted.items():
     assert done.ids == without[number].ids
     np.testing.assert_allclose(done.logprobs, without[number].logprobs, atol=4e-6)  # latent attention: the last bits
-  assert all(0 < each.num_accepted < each.num_drafted for each in drafted.values())
-  assert not any(each.num_drafted for each in without.values())
+  assert all(0 < completion.num_accepted < completion.num_drafted for completion in drafted.values())
+  assert not any(completion.num_drafted for completion in without.values())
 
 
 HEAD = 'model.layers.3.'
@@ -134,12 +136,13 @@ DAMAGES = {
 
 @pytest.mark.parametrize('damage', DAMAGES)
 def test_a_folder_without_whole_heads(damage, tmp_path, rng, caplog):
-  """It is loaded without any, or refused in one sentence."""
+  """The folder is loaded without heads, or refused."""
   (name, factor), config, message = DAMAGES[damage]
-  folder_of_heads(tmp_path / 'model', rng)
-  tensors = {key: each for key, each in tensors_of(tmp_path / 'model').items() if key.startswith(HEAD + name)}
+  write_folder_with_head(tmp_path / 'model', rng)
+  tensors = {key: tensor for key, tensor in tensors_of(tmp_path / 'model').items() if key.startswith(HEAD + name)}
   assert tensors
-  rewrite(tmp_path / 'model', {key: factor and each * np.float32(factor) for key, each in tensors.items()}, **config)
+  changed = {key: factor and tensor * np.float32(factor) for key, tensor in tensors.items()}
+  rewrite(tmp_path / 'model', changed, **config)
   if message:
     with pytest.raises(UserError, match=re.escape(message)):
       _ = opened(tmp_path / 'model')

@@ -1,4 +1,4 @@
-"""Patterns of an adapter's config find what `peft` finds, and whatever a stranger writes there ends at once."""
+"""Patterns of an adapter's config match as in `peft`, and hostile patterns take little time."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ MODULES = [f'model.layers.{i}.{kernel}' for i in (0, 1, 12) for kernel in KERNEL
 
 
 def expected(numbers: dict[str, int], module: str) -> int | None:
-  """The rule of `peft`'s get_pattern_key."""
+  """Matches as `get_pattern_key` of `peft`."""
   return next((number for pattern, number in numbers.items() if re.match(rf'(.*\.)?({pattern})$', module)), None)
 
 
@@ -37,7 +37,7 @@ def expected(numbers: dict[str, int], module: str) -> int | None:
   ],
   ids=str,
 )
-def test_the_first_pattern_that_matches_counts(numbers):
+def test_the_first_match_wins(numbers):
   pytest.importorskip('re2')
   patterns = NumberByPattern(FILE, 'rank_pattern', numbers)
   assert {module: patterns.find(module) for module in MODULES} == {m: expected(numbers, m) for m in MODULES}
@@ -59,16 +59,16 @@ READ = ('many optional characters', 'repeats of repeats', 'nested deeply')
 
 
 @pytest.mark.parametrize('name', HOSTILE)
-def test_hostile_patterns_end_at_once(name):
+def test_hostile_patterns_take_little_time(name):
   pytest.importorskip('re2')
   refusal = pytest.raises(UserError, match=r"^adapter_config.json has rank_pattern '.{,300}name the modules.$")
-  began = time.monotonic()
+  start = time.monotonic()
   with contextlib.nullcontext() if name in READ else refusal:
     NumberByPattern(FILE, 'rank_pattern', {HOSTILE[name]: 1}).find('model.' + 'a' * 1000)
-  assert time.monotonic() - began < 2
+  assert time.monotonic() - start < 2
 
 
-def test_many_patterns_are_refused_and_many_names_are_found_at_once():
+def test_many_patterns_are_refused_but_many_names_are_read():
   pytest.importorskip('re2')
   with pytest.raises(UserError, match='at most 100'):
     NumberByPattern(FILE, 'alpha_pattern', {f'a{i}.*': 1 for i in range(101)})
@@ -77,7 +77,7 @@ def test_many_patterns_are_refused_and_many_names_are_found_at_once():
   assert names.find('model.layers.100000.q_proj') is None
 
 
-def test_names_need_no_matcher_and_patterns_name_the_extra(monkeypatch):
+def test_only_patterns_need_re2(monkeypatch):
   find_spec = importlib.util.find_spec
   monkeypatch.delitem(sys.modules, 're2', raising=False)
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 're2' else find_spec(name))

@@ -1,4 +1,4 @@
-"""Quantized tensors stand for numbers, of which any part is read: MXFP4 of gpt-oss, fp8 blocks of DeepSeek."""
+"""Dequantizes any part of a tensor: MXFP4 (gpt-oss) and fp8 blocks (DeepSeek)."""
 
 import json
 
@@ -23,7 +23,7 @@ def mxfp4(rng):
 
 
 def number_of(code):
-  """4 bits: sign, two bits of exponent, one of mantissa."""
+  """Decodes 4 bits: sign, two bits of exponent, one of mantissa."""
   sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
   size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
   return -size if sign else size
@@ -37,9 +37,9 @@ def test_mxfp4(rng):
     expected[expert, 32 * block + 2 * byte, row] = number_of(value & 15) * scale
     expected[expert, 32 * block + 2 * byte + 1, row] = number_of(value >> 4) * scale
   tensors = {'up_blocks': lazy_array(blocks), 'up_scales': lazy_array(scales)}
-  found, quantized = dequantize(tensors, (128, 128))
-  assert found.keys() == quantized == {'up'}
-  assert_parts_are_equal(found['up'], expected, rng)
+  dequantized, quantized = dequantize(tensors, (128, 128))
+  assert dequantized.keys() == quantized == {'up'}
+  assert_parts_are_equal(dequantized['up'], expected, rng)
 
 
 @pytest.mark.slow
@@ -50,8 +50,8 @@ def test_mxfp4_as_transformers_reads_it(rng):
 
   blocks, scales = mxfp4(rng)
   theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
-  found, _ = dequantize({'up_blocks': lazy_array(blocks), 'up_scales': lazy_array(scales)}, (128, 128))
-  np.testing.assert_array_equal(np.asarray(found['up']), theirs)
+  dequantized, _ = dequantize({'up_blocks': lazy_array(blocks), 'up_scales': lazy_array(scales)}, (128, 128))
+  np.testing.assert_array_equal(np.asarray(dequantized['up']), theirs)
 
 
 def test_fp8_blocks(rng):
@@ -59,10 +59,10 @@ def test_fp8_blocks(rng):
   scales = rng.uniform(0.5, 2.0, (4, 3)).astype(np.float32)
   expected = values.astype(np.float32) * scales.repeat(4, 0)[:13].repeat(4, 1)[:, :10]
   tensors = {'up.weight': lazy_array(values), 'up.weight_scale_inv': lazy_array(scales), 'norm': lazy_array(scales[0])}
-  found, quantized = dequantize(tensors, (4, 4))
-  assert found.keys() == {'up.weight', 'norm'}
+  dequantized, quantized = dequantize(tensors, (4, 4))
+  assert dequantized.keys() == {'up.weight', 'norm'}
   assert quantized == {'up.weight'}
-  assert_parts_are_equal(found['up.weight'], expected, rng)
+  assert_parts_are_equal(dequantized['up.weight'], expected, rng)
 
 
 @pytest.mark.parametrize('missing', ['up_scales', 'up.weight_scale_inv'])

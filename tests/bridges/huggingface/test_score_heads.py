@@ -1,4 +1,4 @@
-"""Folders of ForSequenceClassification and of models without a head: the same scores as transformers', in and out."""
+"""Compares scores of ForSequenceClassification and headless models with transformers, and exports them."""
 
 import jax
 import numpy as np
@@ -18,8 +18,8 @@ CASES = [('qwen3', 1), ('gpt2', 3), ('llama3', 0)]
 CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (('gemma3_text', 2), ('gpt2', 0))]
 
 
-def written(name, num_labels, path):
-  """A model of transformers and its outputs for random tokens; its folder is written."""
+def write_model(name, num_labels, path):
+  """Writes the folder of a random model of transformers; returns the model and its outputs for random tokens."""
   settings = (
     CONFIGS[name] | {'eos_token_id': 258, 'pad_token_id': 0} | ({'num_labels': num_labels} if num_labels else {})
   )
@@ -30,50 +30,50 @@ def written(name, num_labels, path):
 
 
 def outputs_of(model):
-  """The scores at the last token of each row [B, N], or the final activations [B, T, D]."""
+  """Returns the scores at the last token of each row [B, N], or the final activations [B, T, D]."""
   import torch
 
   with torch.no_grad():
-    found = model(torch.tensor(random_ids() + 1))
-  return (found.logits if 'logits' in found else found.last_hidden_state).numpy()
+    outputs = model(torch.tensor(random_ids() + 1))
+  return (outputs.logits if 'logits' in outputs else outputs.last_hidden_state).numpy()
 
 
 @pytest.mark.parametrize('name, num_labels', CASES)
-def test_the_folder_scores_as_in_transformers_and_its_export_is_read_there(name, num_labels, tmp_path):
-  model, expected = written(name, num_labels, tmp_path / 'given')
-  folder, ours, weights = opened(tmp_path / 'given')
+def test_scores_and_exports_equal_transformers(name, num_labels, tmp_path):
+  model, expected = write_model(name, num_labels, tmp_path / 'original')
+  folder, ours, weights = opened(tmp_path / 'original')
   logits = np.asarray(jax.jit(ours.apply)({'params': as_tree(weights)}, {'ids': random_ids() + 1})['logits'])
   np.testing.assert_allclose(
     logits[:, -1] if num_labels else logits, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
   )
 
-  architecture = export_folder(tmp_path / 'made', ours, weights, origin=folder)
+  architecture = export_folder(tmp_path / 'exported', ours, weights, origin=folder)
   assert architecture == type(model).__name__
-  np.testing.assert_array_equal(outputs_of(type(model).from_pretrained(tmp_path / 'made').eval()), expected)
-  assert open_folder(tmp_path / 'made').decoder == folder.decoder
+  np.testing.assert_array_equal(outputs_of(type(model).from_pretrained(tmp_path / 'exported').eval()), expected)
+  assert open_folder(tmp_path / 'exported').decoder == folder.decoder
 
 
 def test_a_language_model_gets_a_head_of_zeros_and_is_exported_with_it(tmp_path):
   transformers = quiet_transformers()
-  model, _ = written('llama3', 0, tmp_path / 'body')
+  model, _ = write_model('llama3', 0, tmp_path / 'body')
   language_model = transformers.LlamaForCausalLM(model.config)
-  language_model.save_pretrained(tmp_path / 'given')
-  folder = open_folder(tmp_path / 'given')
+  language_model.save_pretrained(tmp_path / 'original')
+  folder = open_folder(tmp_path / 'original')
   ours = folder.with_score_head(3).build_model()
   weights = folder.lazy_weights(ours, abstract_weights(ours))
   assert not np.asarray(weights['embedding/score_kernel']).any()
   head = np.random.default_rng(0).normal(size=weights['embedding/score_kernel'].shape).astype(np.float32)
   weights |= {'embedding/score_kernel': lazy_array(head)}
-  export_folder(tmp_path / 'made', ours, weights, origin=folder)
-  made = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'made')
-  assert made.config.num_labels == 3
-  np.testing.assert_array_equal(made.score.weight.detach().numpy(), head.T)
+  export_folder(tmp_path / 'exported', ours, weights, origin=folder)
+  exported = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'exported')
+  assert exported.config.num_labels == 3
+  np.testing.assert_array_equal(exported.score.weight.detach().numpy(), head.T)
   hidden = language_model.model.state_dict()['layers.0.mlp.up_proj.weight']
-  np.testing.assert_array_equal(made.model.state_dict()['layers.0.mlp.up_proj.weight'], hidden)
+  np.testing.assert_array_equal(exported.model.state_dict()['layers.0.mlp.up_proj.weight'], hidden)
 
 
 def test_other_heads_are_refused(tmp_path):
-  written('qwen3', 1, tmp_path)
+  write_model('qwen3', 1, tmp_path)
   config = (tmp_path / 'config.json').read_text().replace('ForSequenceClassification', 'ForTokenClassification')
   (tmp_path / 'config.json').write_text(config)
   with pytest.raises(UserError, match='ForSequenceClassification'):

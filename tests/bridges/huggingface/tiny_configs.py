@@ -1,4 +1,4 @@
-"""config.json of small models of each family: uneven vocabularies, heads and widths."""
+"""Contents of config.json of small models of each family, with uneven vocabularies, heads and widths."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_f
 _LATENT = {'kv_lora_rank': 18, 'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10}
 _LATENT |= {'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
 
-# Name -> config; several of one family have names of their own and a `model_type`.
+# name -> config; it has a `model_type` if that is not the name.
 CONFIGS: dict[str, dict[str, Any]] = {
   'llama': _SIZES | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'attention_bias': True, 'mlp_bias': True},
   'llama3': _SIZES
@@ -65,7 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
   },
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
 }
-# Of texts longer than the first ones in training; those above are shorter, also when they have been continued.
+# Texts exceed the original length, so that the long factors are used.
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
   _config.setdefault('model_type', _name)
