@@ -1,4 +1,4 @@
-"""generation_config.json and chat templates: the defaults of requests, and where texts end."""
+"""Defaults of requests and end-of-text tokens from generation_config.json and chat templates."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_defaults_of_requests(tmp_path, generation, config, sampling, ends):
   [('[', 'cannot be read as JSON'),  ('{"eos_token_id": "x"}', 'eos_token_id'),
    ('{"top_p": "1"}', "top_p = '1' must be a number")],
 )  # fmt: skip
-def test_a_wrong_file_is_named(tmp_path, text, message):
+def test_invalid_files_raise_user_errors(tmp_path, text, message):
   (tmp_path / 'generation_config.json').write_text(text)
   with pytest.raises(ValueError, match=rf'generation_config.json.*{message}'):
     generation_defaults(str(tmp_path))
@@ -65,8 +65,8 @@ def tuned_settings(folder, *overrides):
   return resolve('finetune.FullSft', [*data, *overrides]).build().task.decode
 
 
-def test_texts_end_with_the_turn_of_the_template_that_was_tuned_with(tmp_path):
-  """In generation and serving, which read `task.decode`, and in an export."""
+def test_texts_end_with_the_turn_of_the_tuned_template(tmp_path):
+  """In generation and serving, which use `task.decode`, and in an export."""
   folder, template = write_llama(tmp_path / 'base', eos_token_id=END), tmp_path / 'chatml.jinja'
   template.write_text(CHATML)
   assert tuned_settings(folder).end_ids(END) == (END,)
@@ -84,7 +84,7 @@ def test_texts_end_with_the_turn_of_the_template_that_was_tuned_with(tmp_path):
   assert resolve('hf.Model', [f'model={exported}']).build().task.decode.end_ids(END) == (END, TURN_END)
 
 
-def test_a_template_whose_end_is_no_token_is_warned_of(tmp_path, caplog):
+def test_templates_without_an_end_token_are_warned_about(tmp_path, caplog):
   folder, template = write_llama(tmp_path / 'base'), tmp_path / 'other.jinja'
   template.write_text(CHATML.replace('<|im_end|>', '<eot>'))
   assert tuned_settings(folder, f'chat_template_file={template}').end_ids(END) == (END,)

@@ -1,4 +1,4 @@
-"""LazyArrays: parts of transposed, reshaped, joined and cut arrays, without the rest."""
+"""LazyArrays read only the requested parts of transposed, reshaped, joined and cut arrays."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray
 
 
 class Source:
-  """An array in a file: counts what is read of it."""
+  """An array that counts how many numbers are read."""
 
   def __init__(self, *shape):
     self.values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -51,14 +51,14 @@ def test_parts_of_a_reshaped_array(before, after, rng):
     (lambda a, b: a.astype('float16') * 2.0, lambda a, b: a.astype('float16') * np.float16(2)),
   ],
 )
-def test_parts_of_what_the_operations_make(lazy, whole, rng):
+def test_parts_of_operations(lazy, whole, rng):
   a, b = Source(3, 4, 5), Source(3, 4, 5)
   assert_parts_are_equal(lazy(a.lazy, b.lazy), whole(a.values, b.values), rng)
 
 
 @pytest.mark.parametrize('order', [(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
 @pytest.mark.parametrize('dtypes', [('float32', 'float32'), ('bfloat16', 'float32'), ('float32', 'bfloat16')])
-def test_tiles_of_a_transposed_array_are_copied(order, dtypes, rng):
+def test_transposed_arrays_are_copied_in_tiles(order, dtypes, rng):
   for shape in ((40, 70, 30), (3, 300, 33), (500, 1, 40), (1, 1, 7), (0, 5, 7), (300, 300, 1)):
     source = rng.normal(size=shape).astype(dtypes[0]).transpose(order)
     target = np.full((*source.shape[:2], source.shape[2] + 3), 7, dtypes[1])
@@ -79,7 +79,7 @@ def test_sharded_arrays_are_read_from_memory_and_by_computation(rng):
       np.testing.assert_array_equal(lazy_arrays._read_by_computation(array, index), whole[index])
 
 
-def test_no_more_is_read_than_the_part_needs():
+def test_only_the_requested_part_is_read():
   kernels = [Source(6, 8) for _ in range(4)]  # [H * K, D] of four layers
   heads = lazy_arrays.stack([kernel.lazy.transpose((1, 0)).reshape((8, 3, 2)) for kernel in kernels], 0)
   heads.read((slice(2, 4), slice(0, 4), slice(1, 2), slice(0, 2)))  # two layers, half of D, one of three heads

@@ -1,7 +1,4 @@
-"""The library `peft` as reference: its folders in, the same curve and weights, ours out, on torch's numbers.
-
-Float32, small random models of several families, adapters of all Linears.
-"""
+"""Compares training, reading and writing of adapters with `peft`, on small random float32 models of many families."""
 
 import copy
 import json
@@ -43,14 +40,14 @@ from tests.bridges.huggingface.reference_models import (
 )
 from tests.bridges.huggingface.test_against_transformers import OneStep
 
-# What `peft` says of transformers' names is not ours.
+# Warnings of `peft` about names of transformers do not concern us.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore::FutureWarning', 'ignore::UserWarning')]
 
-# Adam divides by the root of gradients that are zero but for rounding: EPSILON is above these.
+# EPSILON is larger than gradients that are only rounding errors, by which Adam would divide.
 NUM_STEPS, LEARNING_RATE, EPSILON = 20, 0.003, 1e-5
 ALL, ATTENTION = 'all-linear', ['q_proj', 'v_proj']
 EXPERTS = ['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']
-# name -> model, settings of LoraConfig
+# name -> (model, settings of LoraConfig)
 CASES = {
   'llama3': ('llama3', {'target_modules': ALL}),
   'rslora of two': ('llama', {'target_modules': ATTENTION, 'use_rslora': True}),
@@ -61,7 +58,7 @@ CASES = {
   'of kv_up too': ('deepseek_v2', {'target_modules': ['q_proj', 'kv_b_proj', 'o_proj'], 'use_dora': True}),
   'two alphas': ('llama3', {'target_modules': ALL, 'rank_pattern': {'o_proj': 2}, 'alpha_pattern': {'o_proj': 3}}),
 }
-# Modules that hold several kernels of ours, which share an A there; and parameters of experts.
+# Fused modules, whose kernels share an A in `peft`, and parameters of experts.
 FUSED = {
   'qkv and gate_up': ('phi3', {'target_modules': ALL, 'use_dora': True}),
   'conv': ('gpt2', {'target_modules': ['c_attn', 'c_fc', 'c_proj'], 'fan_in_fan_out': True}),
@@ -69,14 +66,14 @@ FUSED = {
   'rslora of experts alone': ('mixtral', {'target_modules': [], 'target_parameters': EXPERTS[:1], 'use_rslora': True}),
   'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }
-# This model multiplies rounding by a hundred, and by two in each step at a higher rate.
-SLOWLY = {'norms of heads': 0.0001}
+# Learning rates of models that amplify rounding errors: this one by 100, and by 2 per step at a higher rate.
+LOW_LEARNING_RATES = {'norms of heads': 0.0001}
 NAMES = [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaustive) for name in CASES]
 MESHES = [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
 
 class Tuned(LowRankTuning, OneStep):
-  """Adam without clipping on rows that the test gives."""
+  """Adam without clipping on rows of the test."""
 
   adapter = 'given'
   learning_rate = LEARNING_RATE
@@ -88,7 +85,7 @@ class Tuned(LowRankTuning, OneStep):
 
 
 class Peft:
-  """A model of `peft` with random adapters: its folder, and what 20 steps of Adam make of it."""
+  """A model of `peft` with random adapters, its folder, and the results of 20 steps of Adam."""
 
   def __init__(self, name, directory):
     import peft
@@ -110,11 +107,11 @@ class Peft:
     self.losses = []
     ids = torch.tensor(random_ids())
     trained = [value for value in self.model.parameters() if value.requires_grad]
-    self.learning_rate = SLOWLY.get(name, LEARNING_RATE)
+    self.learning_rate = LOW_LEARNING_RATES.get(name, LEARNING_RATE)
     optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.0)
     self.model.train()
     for module in self.model.modules():
-      if isinstance(module, torch.nn.Dropout):  # GPT-2 has it; models of folders here have none
+      if isinstance(module, torch.nn.Dropout):  # GPT-2 has dropout in torch; our models of folders have none
         module.p = 0.0
     for _ in range(NUM_STEPS):
       loss = self.model(ids, labels=ids).loss
@@ -135,14 +132,14 @@ class Peft:
 
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
-  """Returns the Peft of a name in CASES, made once."""
-  made = {}
+  """Returns a function that returns the Peft of a name in CASES."""
+  references = {}
 
   def get(name):
-    if name not in made:
+    if name not in references:
       quiet_transformers()
-      made[name] = Peft(name, tmp_path_factory.mktemp('peft'))
-    return made[name]
+      references[name] = Peft(name, tmp_path_factory.mktemp('peft'))
+    return references[name]
 
   return get
 
@@ -162,7 +159,7 @@ def exact_products():
 
 
 def batch_of(job):
-  """A batch with the rows of the reference, and its loss."""
+  """Returns a batch with the rows of the reference, on which the loss is the reference's."""
   batch, ids = next(iter(job.train_input.make_iterator())), random_ids().astype(np.int32)
   batch['ids'], batch['labels'] = ids, np.roll(ids, -1, 1)
   batch['weights'][:, -1] = 0.0
@@ -170,7 +167,7 @@ def batch_of(job):
 
 
 def gradients_of(model, state, batch):
-  """Name -> the gradient of each trained weight at the first step, as checkpoints have the weight."""
+  """Returns the gradients of the trained weights at the first step, in the checkpoint layout."""
 
   def gradients(variables, batch):
     def loss(trained):
@@ -179,21 +176,21 @@ def gradients_of(model, state, batch):
     return jax.grad(loss)(without_frozen(variables['params'], model.weight_specs))
 
   step = model.batch_step('gradients', model.input_layout.spec, gradients)
-  found = traverse_util.flatten_dict(step(state.variables, step.place(batch)), sep='/')
-  return {name: lazy_array(np.asarray(array)) for name, array in found.items() if array is not None}
+  gradients_by_name = traverse_util.flatten_dict(step(state.variables, step.place(batch)), sep='/')
+  return {name: lazy_array(np.asarray(array)) for name, array in gradients_by_name.items() if array is not None}
 
 
 def sum_of_ranks(ours, theirs, num_experts=1):
-  """The gradient of an A or B that several of our kernels share: the sum of theirs, which lie side by side."""
+  """Returns the gradient of an A or B that several kernels share: the sum of the kernels' gradients, side by side."""
   if ours.shape[0] == theirs.shape[0]:  # B [out, rank and expert]
     return ours.reshape(ours.shape[0], -1, theirs.shape[1]).sum(1)
   return ours.reshape(num_experts, -1, theirs.shape[0] // num_experts, theirs.shape[1]).sum(1).reshape(theirs.shape)
 
 
 def assert_same_gradients(model, state, job, theirs, directory):
-  """Of each weight of each adapter; where modules are fused, of what they share."""
-  found = gradients_of(model, state, batch_of(job))
-  export_adapter(directory, model.task.model, found, base=open_folder(theirs.base.path), digest='')
+  """Asserts that all gradients of adapters equal the reference's, in fused modules those of the shared A."""
+  gradients = gradients_of(model, state, batch_of(job))
+  export_adapter(directory, model.task.model, gradients, base=open_folder(theirs.base.path), digest='')
   ours = tensors_of(directory)
   assert ours.keys() == theirs.gradients.keys()
   mixture = open_folder(theirs.base.path).decoder.mixture
@@ -233,20 +230,20 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   ours, tuned = tensors_of(target), tensors_of(theirs.tuned)
   assert ours.keys() == tuned.keys()
   for key, value in tuned.items():
-    assert_close(ours[key], value, 5e-3, key)  # Adam divides by the root of gradients that are almost 0
-  # In float64: torch's float32 is 8e-5 from it where rounding grows.
+    assert_close(ours[key], value, 5e-3, key)  # Adam divides by the square root of tiny gradients
+  # In float64, because the float32 error of torch reaches 8e-5.
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), target).eval().double()
   assert_close(logits_of(loaded), np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), 1e-4)
 
   merged = weights_on_mesh(model, merge_adapters(model, state.weights))
   export_folder(tmp_path / 'merged', model.task.model, merged, origin=base)
-  alone, amiss = load_reference(tmp_path / 'merged', 'float32')
-  assert not amiss
-  assert_close(logits_of(alone.double()), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
+  merged_model, problems = load_reference(tmp_path / 'merged', 'float32')
+  assert not problems
+  assert_close(logits_of(merged_model.double()), logits_of(loaded), 1e-4 if name in LOW_LEARNING_RATES else 1e-5)
 
 
-def moved(path, weight):
-  """A weight of an adapter with other numbers, so that kernels which shared an A do so no longer."""
+def perturb(path, weight):
+  """Multiplies an adapter's weight by random factors, so that kernels no longer share an A."""
   name = jax.tree_util.keystr(path)
   if 'lora_' not in name:
     return weight
@@ -254,7 +251,7 @@ def moved(path, weight):
   return jax.device_put(np.asarray(weight) * factors, weight.sharding)
 
 
-# `peft` looks for these keys among modules, and then uses them for parameters all the same.
+# `peft` warns that no module has these keys, but uses them for parameters.
 @pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys:RuntimeWarning')
 @pytest.mark.parametrize(
   'name, sizes',
@@ -264,8 +261,8 @@ def moved(path, weight):
     for sizes in ((1, 1, 1), (1, 2, 4))
   ],
 )
-def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
-  """They come in with one A for all their kernels and go out so; as if trained here, with the ranks of all kernels."""
+def test_fused_modules(name, sizes, reference, tmp_path):
+  """Adapters with a shared A are exported unchanged; perturbed ones have the sum of the kernels' ranks."""
   import peft
 
   theirs = reference(name)
@@ -278,13 +275,13 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
 
   export_adapter(tmp_path / 'first', model.task.model, weights_on_mesh(model, state.weights), base=base, digest='')
-  ours, given = tensors_of(tmp_path / 'first'), tensors_of(theirs.adapter)
-  assert ours.keys() == given.keys()
-  for key, value in given.items():
+  ours, original = tensors_of(tmp_path / 'first'), tensors_of(theirs.adapter)
+  assert ours.keys() == original.keys()
+  for key, value in original.items():
     np.testing.assert_array_equal(ours[key], value, key)
 
-  state = state.replace(weights=jax.tree_util.tree_map_with_path(moved, state.weights))
-  digest = folder_digest(str(theirs.base.path))  # which is compared when the folder is read again
+  state = state.replace(weights=jax.tree_util.tree_map_with_path(perturb, state.weights))
+  digest = folder_digest(str(theirs.base.path))  # checked when the adapter is read again
   export_adapter(tmp_path / 'ours', model.task.model, weights_on_mesh(model, state.weights), base=base, digest=digest)
   expected = np.asarray(step(state.variables, ids)['logits'])
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), tmp_path / 'ours').eval()
@@ -295,23 +292,23 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   assert_close(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
 
 
-# Those that `peft` applies to the base again when it loads an adapter; lora_ga, corda and loftq need more to be made.
+# Values with which `peft` changes the base when it loads an adapter; corda, loftq and lora_ga cannot be created here.
 CHANGING_INITS = ('pissa', 'pissa_niter_2', 'olora', 'corda', 'loftq', 'lora_ga')
 
 
 @pytest.mark.parametrize('init', ['pissa', 'olora', 'orthogonal', 'mica', 'gaussian', 'eva'])
-def test_inits_are_refused_just_where_peft_changes_the_base(init, reference, tmp_path):
+def test_inits_are_refused_if_peft_changes_the_base(init, reference, tmp_path):
   import peft
 
   base = reference('llama3').base
   before = {name: value.clone() for name, value in base.model.named_parameters()}
   model = copy.deepcopy(base.model)
   config = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=init, task_type='CAUSAL_LM')
-  made = peft.get_peft_model(model, config)
-  after = {name.replace('base_layer.', ''): value for name, value in made.get_base_model().named_parameters()}
+  peft_model = peft.get_peft_model(model, config)
+  after = {name.replace('base_layer.', ''): value for name, value in peft_model.get_base_model().named_parameters()}
   changes = any((after[name] != before[name]).any() for name in before)
   assert changes == (init in CHANGING_INITS)
-  made.save_pretrained(tmp_path)
+  peft_model.save_pretrained(tmp_path)
   if not changes:
     assert open_adapter(tmp_path).adapters(open_folder(base.path))
     return
@@ -319,7 +316,7 @@ def test_inits_are_refused_just_where_peft_changes_the_base(init, reference, tmp
     open_adapter(tmp_path)
 
 
-def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
+def test_unsupported_adapters_are_refused(reference, tmp_path):
   theirs = reference('llama3')
   changes = [
     ('peft_type', 'IA3', "peft_type = 'IA3'.*must be 'LORA'"),
@@ -331,11 +328,11 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('r', 77, 'rank 77'),
     *(('init_lora_weights', init, f'{init}.*changes the base.*merge_and_unload') for init in CHANGING_INITS),
   ]
-  for key, value, said in changes:
+  for key, value, message in changes:
     shutil.copytree(theirs.adapter, tmp_path / key, dirs_exist_ok=True)
     file = tmp_path / key / 'adapter_config.json'
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
       open_adapter(file.parent).adapters(open_folder(theirs.base.path))
   with pytest.raises(UserError, match='does not exist'):
     open_adapter(tmp_path)

@@ -1,7 +1,7 @@
-"""config.json of published folders (published_configs.json, by name): each is read as transformers reads it.
+"""Reads the config.json of published folders (published_configs.json, by name) as transformers does.
 
-Folders have keys that transformers does not write: of its older versions, of the code that trained them, of other
-software. Those that change nothing are left out, and others are refused by name.
+These have keys that transformers does not write: from its older versions, training code and other software. Keys that
+do not matter are ignored, and others are refused.
 """
 
 import copy
@@ -41,15 +41,15 @@ def opened(config, tmp_path, **settings):
 
 
 def theirs(config, tmp_path):
-  """The config of the text model as transformers has it, from the file."""
+  """Returns the config of the text model as transformers reads it."""
   (tmp_path / 'config.json').write_text(json.dumps(config))
   return quiet_transformers().AutoConfig.from_pretrained(tmp_path).get_text_config()
 
 
 def sizes(config):
-  """What a config of transformers says of a decoder, by the names of ours."""
+  """Returns the fields of a Decoder that follow from a config of transformers."""
   heads = config.num_attention_heads
-  facts = {
+  fields = {
     'vocab_size': config.vocab_size,
     'embed_dim': config.hidden_size,
     'num_layers': getattr(config, 'num_decoder_layers', config.num_hidden_layers),
@@ -60,22 +60,22 @@ def sizes(config):
     'clip_qkv': getattr(config, 'clip_qkv', None),
     'positions': config.n_positions if config.model_type == 'gpt2' else None,
   }
-  if not config.is_encoder_decoder:  # where the files decide
-    facts['tied'] = config.tie_word_embeddings
+  if not config.is_encoder_decoder:  # the files of encoder-decoders decide
+    fields['tied'] = config.tie_word_embeddings
   if not getattr(config, 'kv_lora_rank', None):
-    facts['num_kv_heads'] = getattr(config, 'num_key_value_heads', None) or heads
-    facts['head_dim'] = getattr(config, 'head_dim', None) or config.hidden_size // heads
+    fields['num_kv_heads'] = getattr(config, 'num_key_value_heads', None) or heads
+    fields['head_dim'] = getattr(config, 'head_dim', None) or config.hidden_size // heads
   if not getattr(config, 'num_experts_per_tok', None):
     hidden = [getattr(config, name, None) for name in ('intermediate_size', 'd_ff', 'n_inner')]
-    facts['hidden_dim'] = next(filter(None, hidden), 4 * config.hidden_size)
-  return facts
+    fields['hidden_dim'] = next(filter(None, hidden), 4 * config.hidden_size)
+  return fields
 
 
-ALL_WINDOWED = ('mistral', 'mixtral', 'phi3', 'qwen3_moe')  # transformers gives every layer of these the window
+ALL_WINDOWED = ('mistral', 'mixtral', 'phi3', 'qwen3_moe')  # in transformers, all layers of these have the window
 
 
 def windows(config):
-  """The window of each layer, None without one."""
+  """Returns the window of each layer, or None."""
   window, layers = getattr(config, 'sliding_window', None), range(config.num_hidden_layers)
   if config.model_type in ALL_WINDOWED:
     return [window for _ in layers]
@@ -84,7 +84,7 @@ def windows(config):
 
 
 def experts(config):
-  """(E, chosen, F of an expert, whether gates are divided, their factor, groups, which layers) of a mixture."""
+  """Returns the settings of experts in a config of transformers."""
   number = next(filter(None, (getattr(config, name, None) for name in ('n_routed_experts', 'num_experts'))), None)
   first_dense = getattr(config, 'first_k_dense_replace', 0)
   uses_groups = getattr(config, 'topk_method', None) != 'greedy' and (getattr(config, 'n_group', 1) or 1) > 1
@@ -101,6 +101,7 @@ def experts(config):
 
 
 def ours(decoder):
+  """Returns the settings of `experts` in a Decoder."""
   mixture = decoder.mixture
   assert mixture is not None
   routing = mixture.routing
@@ -116,7 +117,7 @@ def ours(decoder):
   }
 
 
-# Field of a Decoder -> the ends of the names of weights that a layer of transformers has for it.
+# Field of a Decoder -> the suffixes of weight names in a layer of transformers that has it.
 WEIGHTS = {
   'qkv_bias': ('.q_proj.bias', '.qkv_proj.bias', '.c_attn.bias', '.kv_a_proj_with_mqa.bias'),
   'out_bias': ('.o_proj.bias', '.attn.c_proj.bias'),
@@ -128,7 +129,7 @@ WEIGHTS = {
 
 
 def weight_names(config):
-  """The names of the weights of a model of one layer, which is not made."""
+  """Returns the names of the weights of a model with one layer, on the meta device."""
   import torch
 
   config = copy.deepcopy(config)
@@ -141,7 +142,7 @@ def weight_names(config):
 
 
 def angles(config, layer_type):
-  """Cos and sin [T, d/2] of `POSITIONS`, as the rotary module of the family makes them."""
+  """Returns cosine and sine [T, d/2] of `POSITIONS` of the family's rotary module."""
   import torch
 
   modeling = importlib.import_module(type(config).__module__.replace('configuration_', 'modeling_'))
@@ -166,10 +167,10 @@ def assert_rotates_as(rotary, config, layer_type):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', PUBLISHED)
-def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
+def test_published_configs_are_read_as_in_transformers(name, tmp_path):
   config, decoder = theirs(PUBLISHED[name], tmp_path), opened(PUBLISHED[name], tmp_path).decoder
-  facts = sizes(config)
-  assert {key: getattr(decoder, key) for key in facts} == facts
+  fields = sizes(config)
+  assert {key: getattr(decoder, key) for key in fields} == fields
   assert [decoder.window if is_windowed else None for is_windowed in decoder.windowed] == windows(config)
   if hasattr(config, 'num_experts_per_tok'):
     assert ours(decoder) == experts(config)
@@ -183,7 +184,7 @@ def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
     assert_rotates_as(decoder.rotary, config, 'full_attention')
     assert_rotates_as(decoder.local_rotary or decoder.rotary, config, 'sliding_attention')
   activation = next(getattr(config, key) for key in ACTIVATION_KEYS if getattr(config, key, None))
-  if decoder.activation != 'clamped_swiglu':  # of gpt-oss, whose `hidden_act` is not read
+  if decoder.activation != 'clamped_swiglu':  # gpt-oss ignores `hidden_act`
     import torch
     from transformers.activations import ACT2FN
 
@@ -201,7 +202,7 @@ MAY_MATTER = {
 
 
 @pytest.mark.parametrize('case', MAY_MATTER)
-def test_a_key_that_may_matter_is_refused_until_it_is_accepted(case, tmp_path):
+def test_keys_that_may_matter_are_refused_unless_accepted(case, tmp_path):
   name, keys = MAY_MATTER[case]
   with pytest.raises(UserError) as refused:
     opened(PUBLISHED[name] | keys, tmp_path)
@@ -226,7 +227,7 @@ CHANGES_NUMBERS = {
 
 
 @pytest.mark.parametrize('case', CHANGES_NUMBERS)
-def test_a_value_that_changes_numbers_is_refused(case, tmp_path):
+def test_unsupported_values_are_refused(case, tmp_path):
   name, keys = CHANGES_NUMBERS[case]
   with pytest.raises(UserError) as refused:
     opened(PUBLISHED[name] | keys, tmp_path, accept_config_keys=[*keys])
@@ -237,17 +238,17 @@ NULLS = {
   'Qwen/Qwen2.5-7B-Instruct': {'num_key_value_heads': None},
   'Qwen/Qwen3-8B': {'num_key_value_heads': None, 'sliding_window': None},
   'huggyllama/llama-7b': {'num_key_value_heads': None, 'head_dim': None, 'rope_scaling': None},
-  'openai/gpt-oss-20b': {'rope_scaling': None},  # the family's own, with the rope_theta of the file
+  'openai/gpt-oss-20b': {'rope_scaling': None},  # means the family's default with the rope_theta of the file
   'zai-org/GLM-4-9B-0414': {'partial_rotary_factor': None},
 }
 
 
 @pytest.mark.parametrize('name', NULLS)
-def test_null_is_read_as_transformers_reads_it(name, tmp_path):
+def test_null_is_read_as_in_transformers(name, tmp_path):
   values = PUBLISHED[name] | NULLS[name]
   config, decoder = theirs(values, tmp_path), opened(values, tmp_path).decoder
-  facts = sizes(config)
-  assert {key: getattr(decoder, key) for key in facts} == facts
+  fields = sizes(config)
+  assert {key: getattr(decoder, key) for key in fields} == fields
   assert_rotates_as(decoder.rotary, config, 'full_attention')
   windowed = opened(
     PUBLISHED['Qwen/Qwen2.5-7B-Instruct'] | {'use_sliding_window': True, 'sliding_window': None}, tmp_path
@@ -255,15 +256,14 @@ def test_null_is_read_as_transformers_reads_it(name, tmp_path):
   assert windowed.decoder.window is None
 
 
-def test_layer_types_of_full_attention_say_nothing(tmp_path):
+def test_layer_types_of_full_attention_are_the_default(tmp_path):
   values = PUBLISHED['huggyllama/llama-7b']
   same = opened(values | {'layer_types': ['full_attention'] * values['num_hidden_layers']}, tmp_path)
   assert same.decoder == opened(values, tmp_path).decoder
 
 
 @pytest.mark.parametrize('key', ['hidden_size', 'rms_norm_eps', 'hidden_act', 'tie_word_embeddings', 'vocab_size'])
-def test_null_for_what_must_have_a_value_is_refused(key, tmp_path):
-  """As transformers refuses it; the default of the family would be a guess."""
+def test_null_is_refused_as_in_transformers(key, tmp_path):
   pytest.importorskip('transformers')
   values = PUBLISHED['Qwen/Qwen3-8B'] | {key: None}
   with pytest.raises(Exception, match=key):
@@ -272,8 +272,8 @@ def test_null_for_what_must_have_a_value_is_refused(key, tmp_path):
     opened(values, tmp_path)
 
 
-# Keys that only heads, images and generation read, and `sliding_window` of OLMoE, whose config has none.
-OF_OTHER_PARTS = {
+# Keys that only heads, image models and generation read, and `sliding_window` of OLMoE, whose config does not have it.
+KEYS_OF_OTHER_PARTS = {
   'num_labels',
   'image_token_id',
   'mm_tokens_per_image',
@@ -285,33 +285,32 @@ OF_OTHER_PARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', FAMILIES)
-def test_each_key_that_transformers_reads_is_read(name):
-  """So a key that is left out changes nothing in transformers, whatever its value."""
+def test_all_keys_that_transformers_reads_are_read(name):
   from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
   config_class = CONFIG_MAPPING[name]
   source = inspect.getsource(importlib.import_module(config_class.__module__.replace('configuration_', 'modeling_')))
   keys = {*re.findall(r'config\.([a-z_0-9]+)', source), *re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)}
   defaults = config_class().to_dict()
-  if 'num_experts_per_tok' in defaults:  # which DeepSeek-V2 has no default for
+  if 'num_experts_per_tok' in defaults:  # DeepSeek-V2 has no default
     defaults['num_experts_per_tok'] = 2
   config = Config(defaults, 'config.json')
   FAMILIES[name].read(config)
-  others = OF_OTHER_PARTS | set(config_class.attribute_map) | set(FAMILIES[name].inert)
+  others = KEYS_OF_OTHER_PARTS | set(config_class.attribute_map) | set(FAMILIES[name].inert)
   keys = {key for key in keys - config.keys_read - others if not is_inert(key) and not key.startswith('get_')}
-  assert keys <= {'add_cross_attention'}  # which must be false
+  assert keys <= {'add_cross_attention'}  # must be false
 
 
 def shrunk(config):
-  """A config with small sizes in place of its own, and its other keys as they are."""
+  """Returns the config with small sizes."""
   sizes = {'vocab_size': 259, 'hidden_size': 32, 'intermediate_size': 44, 'num_hidden_layers': 2, 'head_dim': 8}
   sizes |= {'num_attention_heads': 4, 'num_key_value_heads': 2, 'num_experts': 6, 'num_experts_per_tok': 2}
   sizes |= {'moe_intermediate_size': 20, 'n_routed_experts': 6, 'kv_lora_rank': 18, 'q_lora_rank': 14}
   sizes |= {'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10, 'first_k_dense_replace': 1}
   sizes |= {'n_group': 1, 'topk_group': 1, 'bos_token_id': None, 'eos_token_id': 2, 'pad_token_id': 0}
-  kept = {key: value for key, value in config.items() if key != 'quantization_config'}
+  others = {key: value for key, value in config.items() if key != 'quantization_config'}
   window = {'sliding_window': 7} if config.get('sliding_window') else {}
-  return kept | {key: value for key, value in sizes.items() if key in config} | window | {'torch_dtype': 'float32'}
+  return others | {key: value for key, value in sizes.items() if key in config} | window | {'torch_dtype': 'float32'}
 
 
 @pytest.mark.slow
@@ -327,7 +326,7 @@ def shrunk(config):
     )
   ],
 )
-def test_a_small_model_with_the_keys_of_a_published_one_has_the_logits_of_transformers(name, tmp_path):
+def test_logits_with_the_keys_of_published_configs(name, tmp_path):
   settings = shrunk(PUBLISHED[name])
   model = random_model('AutoModelForCausalLM', settings, lambda key, value: 0.1 if value.ndim == 1 else 0.2)
   model.save_pretrained(tmp_path)
@@ -336,7 +335,7 @@ def test_a_small_model_with_the_keys_of_a_published_one_has_the_logits_of_transf
 
 
 @pytest.mark.slow
-def test_accepted_keys_are_a_setting_of_every_job_from_the_folder(tmp_path):
+def test_accepted_keys_apply_to_all_uses_of_a_folder(tmp_path):
   folder = write_llama(tmp_path / 'model')
   expected = load(str(folder)).logits(POSITIONS)
   config = json.loads((folder / 'config.json').read_text())
@@ -353,7 +352,7 @@ def test_accepted_keys_are_a_setting_of_every_job_from_the_folder(tmp_path):
     origin_named(f'hf:{folder}?accept=all', None)
 
 
-def test_an_architecture_of_another_class_can_be_accepted(tmp_path):
+def test_an_unknown_architecture_can_be_accepted(tmp_path):
   config = PUBLISHED['Qwen/Qwen2.5-7B-Instruct'] | {'architectures': ['Qwen2ForProcessRewardModel'], 'auto_map': {}}
   with pytest.raises(UserError, match='--set accept_config_keys=architectures'):
     opened(config, tmp_path)
