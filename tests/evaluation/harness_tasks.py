@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's harness that are made here, of every kind of request, and their quiet evaluation.
+"""Defines tasks for EleutherAI's harness with all kinds of requests, and evaluates them.
 
 directory = write_tasks(tmp_path)
 results = evaluate(HarnessModel(path='runs/x'), directory)
@@ -54,7 +54,7 @@ TASKS = tuple(_TASKS)
 
 
 def write_tasks(directory: Path) -> Path:
-  """Writes the YAML files and their data; texts are longer and shorter than a window of 62 tokens."""
+  """Writes YAML files and data, with texts longer and shorter than a window of 62 tokens."""
   directory.mkdir(parents=True, exist_ok=True)
 
   def text(start: int, length: int) -> str:
@@ -78,7 +78,7 @@ def write_tasks(directory: Path) -> Path:
 
 
 def import_harness(cache: Path):
-  """Imports lm_eval, without network and with its caches in `cache`."""
+  """Imports lm_eval with its caches in `cache` and without network access."""
   os.environ.update(HF_HOME=str(cache), HF_DATASETS_CACHE=str(cache / 'datasets'), HF_HUB_OFFLINE='1')
   with warnings.catch_warnings():
     warnings.simplefilter('ignore')
@@ -91,7 +91,7 @@ def import_harness(cache: Path):
 
 
 def evaluate(model, directory: Path, tasks=TASKS, **settings):
-  """The harness's results; `model` is a model of it, or its name with model_args in `settings`."""
+  """Returns the harness's results; `model` is a model, or the name of a model with model_args in `settings`."""
   import lm_eval
   from lm_eval.tasks import TaskManager
 
@@ -102,7 +102,7 @@ def evaluate(model, directory: Path, tasks=TASKS, **settings):
 
 
 def answers(results) -> dict[str, list]:
-  """What the model answered: of each task, of each document, to each request."""
+  """Returns the model's answers by task, document and request."""
   return {
     task: [[response[0] for response in sample['resps']] for sample in sorted(samples, key=lambda s: s['doc_id'])]
     for task, samples in results['samples'].items()
@@ -110,8 +110,8 @@ def answers(results) -> dict[str, list]:
 
 
 def metrics(results) -> dict[str, dict[str, float]]:
-  """The numbers of each task."""
+  """Returns the metrics of each task."""
   return {
-    task: {name: value for name, value in found.items() if isinstance(value, float) and 'stderr' not in name}
-    for task, found in results['results'].items()
+    task: {name: value for name, value in values.items() if isinstance(value, float) and 'stderr' not in name}
+    for task, values in results['results'].items()
   }

@@ -1,4 +1,4 @@
-"""EleutherAI's harness on our models, directly and over HTTP, against its own model of transformers."""
+"""Compares EleutherAI's harness on our models, directly and over HTTP, with its model of transformers."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tests.evaluation.harness_tasks import TASKS, answers, evaluate, import_harn
 from tests.model_folders import write_llama
 from tests.serving.served import model_of, serving
 
-MAX_LENGTH = 62  # the harness's models of servers with 64 have as much
+MAX_LENGTH = 62  # what the harness's clients of servers leave of 64
 SIZES = {'num_slots': 4, 'prefill_rows': 4, 'min_bucket': 32, 'prefill_chunk': 32}
 SMALL = {f'task.decode.{name}': size for name, size in SIZES.items()}
 TEMPLATE = (
@@ -39,7 +39,7 @@ def tasks(harness, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def reference(harness, tasks, tmp_path_factory):
-  """Returns (a folder, the harness's results with transformers)."""
+  """Returns a folder, and the harness's results with transformers."""
   from lm_eval.models.huggingface import HFLM
 
   folder = write_llama(tmp_path_factory.mktemp('llama'), chat_template=TEMPLATE)
@@ -55,7 +55,7 @@ def our_model(folder, **arguments):
 
 @pytest.fixture(scope='module')
 def on_eight(reference):
-  """Its compiled steps are a server's, too, which needs two tokens more and the likeliest five."""
+  """A model on 8 devices; a server shares its steps, and needs two more tokens and the top 5 log-probabilities."""
   ours = our_model(reference[0], mesh='1x2x4', max_length=MAX_LENGTH + 2, **{'task.decode.num_top_logprobs': 5})
   ours.max_length = MAX_LENGTH
   return ours
@@ -66,12 +66,12 @@ def one_device():
 
 
 def assert_same(ours, theirs):
-  """Log-likelihoods to float32's rounding, summed over up to 60 tokens; texts and what is greedy exactly."""
-  found, expected = answers(ours), answers(theirs)
-  assert found.keys() <= expected.keys()
-  for task in found:
-    assert len(found[task]) == len(expected[task])
-    for mine, yours in zip(found[task], expected[task], strict=True):
+  """Asserts that texts and greediness are equal, and log-likelihoods up to float32 rounding over up to 60 tokens."""
+  actual, expected = answers(ours), answers(theirs)
+  assert actual.keys() <= expected.keys()
+  for task in actual:
+    assert len(actual[task]) == len(expected[task])
+    for mine, yours in zip(actual[task], expected[task], strict=True):
       if task == 'write':
         assert mine == yours
       else:
@@ -81,7 +81,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize('mesh', [pytest.param('one device', marks=exhaustive), '1x2x4'])
-def test_all_kinds_of_requests_get_the_answers_of_transformers(reference, tasks, mesh, on_eight):
+def test_all_kinds_of_requests_have_the_answers_of_transformers(reference, tasks, mesh, on_eight):
   folder, theirs = reference
   ours = our_model(folder, mesh=one_device()) if mesh == 'one device' else on_eight
   assert ours.loaded.mesh.size == (1 if mesh == 'one device' else 8)
@@ -89,11 +89,11 @@ def test_all_kinds_of_requests_get_the_answers_of_transformers(reference, tasks,
   assert_same(results, theirs)
   assert set(answers(results)) == set(TASKS)
   assert any(text for texts in answers(results)['write'] for text in texts)
-  assert len(results['samples']['ending'][4]['arguments'][0][0].split()) > MAX_LENGTH  # something was cut
+  assert len(results['samples']['ending'][4]['arguments'][0][0].split()) > MAX_LENGTH  # is truncated
   assert results['config']['model_mesh']['mdl'] == (1 if mesh == 'one device' else 4)
 
 
-def test_conversations_are_rendered_as_by_transformers(reference, tasks):
+def test_conversations_are_rendered_as_in_transformers(reference, tasks):
   folder, _ = reference
   from lm_eval.models.huggingface import HFLM
 
@@ -106,10 +106,10 @@ def test_conversations_are_rendered_as_by_transformers(reference, tasks):
     assert ours.tok_encode(rendered) == theirs.tok_encode(rendered)
   assert ours.chat_template(True) == theirs.chat_template(True)
   assert (ours.prefix_token_id, ours.eot_token_id) == (theirs.prefix_token_id, theirs.eot_token_id)
-  assert set(ours.tokenizer_name) <= set('0123456789abcdef')  # part of the name of a cache's file
+  assert set(ours.tokenizer_name) <= set('0123456789abcdef')  # part of a file name in the cache
 
 
-def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(reference, on_eight):
+def test_repeated_requests_are_sampled_and_invalid_settings_are_refused(reference, on_eight):
   from lm_eval.api.instance import Instance
 
   folder, _ = reference
@@ -137,7 +137,7 @@ def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(refe
 
 @contextlib.contextmanager
 def server_of(ours):
-  """A server of the same model with the real engine, in a thread; yields its address."""
+  """Serves the same model in a thread; yields the URL."""
   steps, _, variables = ours.loaded._decoder
   template = ours.loaded.job.experiment.chat_template()
   model = model_of(steps, ours.loaded.tokenizer, name='tiny', chat_template=template)
@@ -145,16 +145,16 @@ def server_of(ours):
     yield served.url
 
 
-def test_the_server_answers_the_harness_as_the_model_does(reference, tasks, on_eight, monkeypatch):
+def test_a_server_has_the_answers_of_the_model(reference, tasks, on_eight, monkeypatch):
   folder, theirs = reference
   monkeypatch.setenv('OPENAI_API_KEY', 'none')
   with server_of(on_eight) as url:
     shared = {'model': 'tiny', 'base_url': f'{url}/v1/completions', 'max_length': MAX_LENGTH + 2}
     by_folder = shared | {'tokenizer': str(folder), 'tokenizer_backend': 'huggingface', 'add_bos_token': True}
-    # Without a context, the harness's own clients and its own model of transformers differ in what they send.
+    # Without a context, the harness's clients and its model of transformers send different tokens.
     results = evaluate('local-completions', tasks, ('choice', 'whole', 'write'), model_args=by_folder, batch_size=4)
     assert_same(results, theirs)
-    # By the server's tokenizer, several requests at a time; nothing stands before texts then.
+    # With the server's tokenizer and concurrent requests; texts then have no prefix.
     results = evaluate('local-completions', tasks, ['ending'], model_args=shared | {'num_concurrent': 3})
     with monkeypatch.context() as patch:
       patch.setattr(on_eight, '_add_bos', False)
@@ -176,8 +176,8 @@ def test_the_command(reference, tasks, tmp_path):
   )  # fmt: skip
   assert finished.returncode == 0, finished.stderr
   (file,) = tmp_path.rglob('results_*.json')
-  found = metrics(json.loads(file.read_text()))
-  assert found == {task: pytest.approx(metrics(theirs)[task]) for task in ('choice', 'write')}
+  expected = {task: pytest.approx(metrics(theirs)[task]) for task in ('choice', 'write')}
+  assert metrics(json.loads(file.read_text())) == expected
   wrong = binary.run_binary(
     'run', '--model', 'spmd_tasks', '--model_args', f'path={tmp_path}', '--include_path', tasks, '--tasks', 'choice',
     command=('-m', 'spmd_tasks.evaluation'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},

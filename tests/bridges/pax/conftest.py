@@ -1,4 +1,4 @@
-"""Processes of the binary that have imported Paxml already: its import costs each 5 s of CPU."""
+"""Starts the binary in processes that have already imported Paxml, which takes 5 s."""
 
 from collections.abc import Callable
 import json
@@ -18,14 +18,14 @@ PAX_EXPERIMENTS = Path(__file__).parents[2] / 'data'  # holds the package pax_la
 
 @pytest.fixture(scope='session')
 def start_pax() -> Callable[..., subprocess.Popen]:
-  """Starts the binary, with pax_lab importable, from the server that has imported Paxml."""
+  """Returns a function that starts the binary from a server that has imported Paxml, with pax_lab importable."""
   server = {'server': os.environ[forked.PAX_SOCKET_VARIABLE]} if forked.is_running() else {}
   return lambda *flags, **popen: binary.start_binary(*flags, '--experiment_path', PAX_EXPERIMENTS, **server, **popen)
 
 
 @pytest.fixture(scope='session')
 def run_pax(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., binary.Finished]:
-  """Runs the binary as `start_pax` starts it, to its end."""
+  """Returns a function that runs the binary like `start_pax` and waits for it."""
   return lambda *flags, **popen: binary.finish(start_pax(*flags, **popen))
 
 
@@ -42,7 +42,7 @@ for flags in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope='session')
 def start_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., subprocess.Popen]:
-  """Starts several command lines, one after another, in one process, which shares what it compiles."""
+  """Returns a function that starts a process that runs several commands in sequence and shares compiled programs."""
 
   def start(*commands: tuple[object, ...]) -> subprocess.Popen:
     flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]
@@ -52,15 +52,15 @@ def start_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[.
 
 
 def ends_of(stderr: str) -> list[tuple[int, str]]:
-  """Exit code and stderr of each command line that such a process has ended."""
-  *said, _ = parts = stderr.split('\n=== ')
+  """Returns the exit code and stderr of each command that a process of `start_pax_together` has run."""
+  *outputs, _ = parts = stderr.split('\n=== ')
   codes = [int(part.partition('\n')[0]) for part in parts[1:]]
-  return list(zip(codes, said, strict=True))
+  return list(zip(codes, outputs, strict=True))
 
 
 @pytest.fixture(scope='session')
 def run_pax_together(start_pax_together: Callable[..., subprocess.Popen]) -> Callable[..., list[tuple[int, str]]]:
-  """Runs such a process to its end."""
+  """Returns a function that runs commands like `start_pax_together`, waits, and returns exit codes and stderr."""
 
   def run(*commands: tuple[object, ...]) -> list[tuple[int, str]]:
     finished = binary.finish(start_pax_together(*commands), limit_s=200 + 20 * len(commands))

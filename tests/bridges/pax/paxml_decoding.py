@@ -1,6 +1,6 @@
-"""What Paxml decodes, in a process of one device, for test_decode_pax.py to compare with.
+"""Decodes with Paxml itself, in a process with one device, for test_modes.py.
 
-python paxml_decoding.py JOB_LOG_DIR OUTPUT    Paxml's own decode program, with a job's newest checkpoint
+python paxml_decoding.py JOB_LOG_DIR OUTPUT    runs Paxml's decode program with a job's newest checkpoint
 """
 
 import sys
@@ -26,8 +26,8 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
   from paxml import decode_programs, tasks_lib, train_states
 
   flags.FLAGS(['paxml'])
-  np.unicode_ = np.str_  # Paxml's name for it, which NumPy 2 lacks
-  decode_programs.seqio_input = types.SimpleNamespace(  # seqio is not installed, and these inputs are none of it
+  np.unicode_ = np.str_  # NumPy 2 removed this name, which Paxml uses
+  decode_programs.seqio_input = types.SimpleNamespace(  # SeqIO may not be installed, and these inputs do not use it
     maybe_update_decode_output_keys=lambda processed, output: processed, should_process_outputs=lambda dataset: False
   )
   job = from_json(read_saved_config(job_log_dir / 'config.json'), [ONE_DEVICE], [experiment_path]).build()
@@ -39,7 +39,7 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
   task, hparams = job.task.task, job.task.weight_hparams
 
   class PlainJit:
-    """In place of Paxml's partitioner: a step is a jitted function of one device, compiled once for all datasets."""
+    """Replaces Paxml's partitioner: a step is a jitted function on one device, compiled once for all datasets."""
 
     def __init__(self):
       self._jitted = None

@@ -1,4 +1,4 @@
-"""Paxml's checkpoints: a real one of Paxml 1.4.0 (tests/data/paxml_1_4_0), and small ones in its format."""
+"""Reads a checkpoint written by Paxml 1.4.0 (tests/data/paxml_1_4_0), and small ones in its format."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ REAL = Path(__file__).parents[2] / 'data/paxml_1_4_0/dense_lm_ema.tar.xz'
 
 @pytest.fixture(scope='module')
 def real(tmp_path_factory):
-  """The directory `checkpoints` of a job of real Paxml 1.4.0: DenseLmEma on a mesh 1 x 4 x 2, after 3 steps."""
+  """Returns the directory `checkpoints` of a job of Paxml 1.4.0: DenseLmEma on a mesh 1 x 4 x 2, after 3 steps."""
   directory = tmp_path_factory.mktemp('paxml')
   with tarfile.open(REAL) as archive:
     archive.extractall(directory, filter='data')
@@ -34,12 +34,12 @@ def real(tmp_path_factory):
 
 
 def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-  """A tree whose key paths give these names."""
+  """Returns a tree whose key paths have these names."""
   return traverse_util.unflatten_dict(leaves, sep='.')
 
 
 def write(directory: Path, step: int, arrays: dict[str, np.ndarray], true_shapes: dict[str, Any]) -> epath.Path:
-  """Writes a checkpoint as Paxml's are, with the true shapes of some arrays in its metadata."""
+  """Writes a checkpoint in Paxml's format, with unpadded shapes of some arrays in its metadata."""
   path = epath.Path(directory) / f'checkpoint_{step:08d}'
   for name, array in arrays.items():
     store = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{path}/state/{name}/'}}
@@ -64,7 +64,7 @@ def abstract(array: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtyp
 
 
 def even_sharding(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Splits the last dims over as many axes as divide them."""
+  """Shards the last dims over as many axes as divide them."""
   axes, spec = [*mesh.axis_names], []
   for size in reversed(shape):
     fits = bool(axes) and size % mesh.shape[axes[-1]] == 0
@@ -80,7 +80,7 @@ def read_raw(path: epath.Path, name: str) -> np.ndarray:
 @pytest.mark.parametrize(
   'mesh_shape', [(4, 2), *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in ((1, 1), (1, 8)))]
 )
-def test_every_array_of_a_real_checkpoint_arrives_on_every_mesh(real, mesh_shape):
+def test_all_arrays_are_read_onto_any_mesh(real, mesh_shape):
   stored = open_pax_checkpoint(real).arrays
   mesh = jax.make_mesh(mesh_shape, ('data', 'mdl'), devices=jax.devices()[: mesh_shape[0] * mesh_shape[1]])
   target = nested({name: abstract(array, even_sharding(array.shape, mesh)) for name, array in stored.items()})
@@ -91,12 +91,12 @@ def test_every_array_of_a_real_checkpoint_arrives_on_every_mesh(real, mesh_shape
     np.testing.assert_array_equal(array, read_raw(real / 'checkpoint_00000003', name))
 
 
-def test_names_shapes_and_dtypes_are_those_that_paxml_says(real):
+def test_names_shapes_and_dtypes_equal_paxml(real):
   expected = json.loads((real.parent / 'expected.json').read_text())['checkpoints']['a']['arrays']
   # Paxml's names have `_i` for item i of a list or tuple; expected.json separates all keys by dots.
-  said = {re.sub(r'^opt_states\.0\.([^.]+)\.', r'opt_states_0.\1_', name): leaf for name, leaf in expected.items()}
+  expected = {re.sub(r'^opt_states\.0\.([^.]+)\.', r'opt_states_0.\1_', name): leaf for name, leaf in expected.items()}
   stored = open_pax_checkpoint(real).arrays
-  assert {name: [[*array.shape], np.dtype(array.dtype).name] for name, array in stored.items()} == said
+  assert {name: [[*array.shape], np.dtype(array.dtype).name] for name, array in stored.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_names_shapes_and_dtypes_are_those_that_paxml_says(real):
   ],
   ids=['missing', 'too large', 'left over'],
 )
-def test_what_does_not_fit_is_named(real, change, problem):
+def test_mismatches_are_listed(real, change, problem):
   leaves = {name: abstract(array) for name, array in open_pax_checkpoint(real).arrays.items()}
   for name, shape in change.items():
     leaves.pop(name, None)
@@ -136,7 +136,7 @@ class State(struct.PyTreeNode):
 
 
 def test_padding_is_cut_off(tmp_path):
-  """A mesh of 4 stored [3, 7] as [4, 8]; optimizer state has no true shape in the checkpoint."""
+  """A mesh of 4 devices stored [3, 7] as [4, 8]; the checkpoint has no unpadded shapes of optimizer state."""
   stored = np.zeros((4, 8), np.float32)
   stored[:3, :7] = np.arange(21).reshape(3, 7)
   names = ('mdl_vars.params.w', 'opt_states_0_0.m.params.w')
@@ -151,7 +151,7 @@ def test_padding_is_cut_off(tmp_path):
 
 
 def test_a_checkpoint_with_ocdbt_is_read(tmp_path):
-  """Version 1.2, as Paxml writes it with tensorstore_use_ocdbt: Orbax's own names in one store."""
+  """Version 1.2, which Paxml writes with tensorstore_use_ocdbt: one store with Orbax's names."""
   weights = {'w': np.arange(48, dtype=np.float32).reshape(6, 8), 'b': jnp.arange(3, dtype=jnp.bfloat16)}
   moments = Moments(count=np.int32(3), m={'w': np.ones((6, 8), np.float32), 'b': optax.MaskedNode()})
   state = State(
@@ -171,7 +171,7 @@ def test_a_checkpoint_with_ocdbt_is_read(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-def test_complete_checkpoints_are_found_and_told_from_ours(real, tmp_path):
+def test_complete_checkpoints_are_distinguished_from_ours(real, tmp_path):
   directory = epath.Path(tmp_path)
   assert checkpoint_format(directory / 'missing') is None
   assert checkpoint_format(directory) is None

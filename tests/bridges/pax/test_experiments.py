@@ -1,6 +1,6 @@
-"""Experiments of Pax, unmodified, run by the binary: Paxml's own losses, every layout, kill and resume, overrides.
+"""Runs unmodified Pax experiments: Paxml's losses, layouts, kill and resume, checkpoints of Paxml, and overrides.
 
-tests/data/pax_lab holds two of them and what the real Paxml 1.4.0 computed on 8 devices.
+tests/data/pax_lab has two experiments and the results of Paxml 1.4.0 on 8 devices.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.bridges.pax.conftest import PAX_EXPERIMENTS, ends_of
 
 DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pax_lab.moe_lm.MoeLm'
 LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
-# Steps 4 and 5 from Paxml's checkpoint by Paxml's own step, its arrays read by TensorStore, on one device.
+# Losses of steps 4 and 5, computed by Paxml's step function on one device from Paxml's checkpoint.
 CONTINUED = [4.193216800689697, 4.155379295349121]
 TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'trackers=()')
 EIGHT, FOUR = (('--num_fake_devices', number) for number in (8, 4))
@@ -30,9 +30,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def dense_runs(start_pax_together, tmp_path_factory):
-  """DenseLmEma, whose loss is that of DenseLm, trained 20 steps on 8 devices; then evals by averaged and own weights.
+  """Trains DenseLmEma for 20 steps on 8 devices, and evaluates its averaged and its trained weights.
 
-  The directory, what each run said, and the directory of the same training, in which the process was killed.
+  Returns the job directory, the stderr of each run, and the directory of the same training whose process was killed.
+  DenseLmEma has the loss of DenseLm.
   """
   directory, killed = (tmp_path_factory.mktemp(name) for name in ('dense', 'killed'))
   flags = ('--job_log_dir', directory, *EIGHT)
@@ -56,22 +57,22 @@ def dense_job(dense_runs):
   return dense_runs[0]
 
 
-def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job):
+def test_losses_equal_paxml(dense_job):
   np.testing.assert_allclose(list(binary.column(dense_job, 'loss').values()), LOSSES[DENSE], rtol=1e-6)
 
 
-@pytest.mark.exhaustive  # its experts are Praxis's own code, as the layers of the dense one are
-def test_the_losses_of_a_mixture_are_those_of_paxml(run_pax, tmp_path):
+@pytest.mark.exhaustive  # its experts are Praxis's code, like the layers of the dense model
+def test_losses_of_a_mixture_of_experts_equal_paxml(run_pax, tmp_path):
   finished = run_pax('--exp', MOE, *TRAIN, '--job_log_dir', tmp_path, *EIGHT)
   assert finished.returncode == 0, finished.stderr
   np.testing.assert_allclose(list(binary.column(tmp_path, 'loss').values()), LOSSES[MOE], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
-def test_a_killed_job_goes_on_bit_for_bit(dense_runs, run_pax):
-  """Killed in mid-run; the input has no state of its own, so its batches are counted."""
+def test_a_killed_job_resumes_bit_for_bit(dense_runs, run_pax):
+  """The input has no state, so its batches are counted."""
   dense_job, _, killed = dense_runs
-  finished = run_pax('--mode', 'train', '--job_log_dir', killed, *EIGHT)  # from its saved config
+  finished = run_pax('--mode', 'train', '--job_log_dir', killed, *EIGHT)  # with its saved config
   assert finished.returncode == 0, finished.stderr
   assert 'resuming after step 1' in finished.stderr  # 10 or 15
   for name in ('loss', 'weight_norm', 'grad_norm'):
@@ -83,8 +84,8 @@ def test_a_killed_job_goes_on_bit_for_bit(dense_runs, run_pax):
   assert jax.tree.all(jax.tree.map(np.array_equal, *states))
 
 
-def test_an_eval_job_computes_what_the_training_job_recorded(dense_runs):
-  """The averaged weights are taken out of Pax' optimizer state, which the checkpoint holds."""
+def test_an_eval_job_equals_evals_in_training(dense_runs):
+  """The averaged weights are in the checkpoint's optimizer state."""
   directory, (_, averaged, own), _ = dense_runs
   recorded = next(line for line in binary.metric_lines(directory / 'eval' / 'valid') if line['step'] == 20)
   assert f'loss {recorded["loss"]:.4f}' in averaged
@@ -94,7 +95,7 @@ def test_an_eval_job_computes_what_the_training_job_recorded(dense_runs):
 
 @pytest.fixture(scope='module')
 def paxml_job(tmp_path_factory):
-  """A job of the real Paxml with the checkpoint of step 3."""
+  """Returns a job of Paxml with the checkpoint of step 3."""
   directory = tmp_path_factory.mktemp('paxml')
   with tarfile.open(PAX_EXPERIMENTS / 'paxml_1_4_0' / 'dense_lm_ema.tar.xz') as archive:
     archive.extractall(directory, filter='data')
@@ -110,8 +111,8 @@ def paxml_job(tmp_path_factory):
     pytest.param(1, '1,1,1', marks=pytest.mark.exhaustive),
   ],
 )
-def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices, mesh):
-  """With its optimizer state, on any mesh: 4.2121453 is what Paxml itself evaluated. Nothing is written to its job."""
+def test_a_job_continues_from_a_checkpoint_of_paxml(run_pax, paxml_job, tmp_path, num_devices, mesh):
+  """With its optimizer state, on any mesh, without writing to Paxml's job; Paxml evaluated 4.2121453."""
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
   flags = ('--exp', 'pax_lab.restored.Restored', *TRAIN, '--set', f'ici_mesh_shape={mesh}')
   flags += ('--num_fake_devices', num_devices)
@@ -122,13 +123,13 @@ def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices
   evaluated = {line['step']: line['loss'] for line in binary.metric_lines(tmp_path / 'eval' / 'given')}
   assert list(evaluated) == [3, 4, 5]
   assert evaluated[3] == pytest.approx(4.2121453285217285, rel=2e-6)
-  # The optimizer's moments are those of 3 steps of Paxml: steps 4 and 5 by Paxml's own functions, without a mesh.
+  # These depend on the optimizer state after 3 steps of Paxml.
   assert list(binary.column(tmp_path, 'loss').values()) == pytest.approx(CONTINUED, rel=2e-6)
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
-def test_a_checkpoint_of_paxml_is_evaluated_and_saved_as_it_is(run_pax_together, paxml_job, tmp_path):
-  """4.2121453 is what Paxml itself evaluated. A job whose last step is the checkpoint's saves it as its own."""
+def test_a_checkpoint_of_paxml_is_evaluated_and_saved_unchanged(run_pax_together, paxml_job, tmp_path):
+  """Paxml evaluated 4.2121453. A job whose last step is the checkpoint's step saves it in our format."""
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
   flags = ('--exp', 'pax_lab.restored.Restored', '--num_fake_devices', 3, '--set', 'ici_mesh_shape=1,1,3')
   evaluate = (*flags, '--mode', 'eval', '--job_log_dir', tmp_path / 'own', '--set')
@@ -156,7 +157,7 @@ def test_a_checkpoint_of_paxml_is_evaluated_and_saved_as_it_is(run_pax_together,
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
-def test_a_directory_with_checkpoints_of_paxml_is_not_taken_for_ones_own(paxml_job, capfd):
+def test_a_job_directory_of_paxml_is_refused(paxml_job, capfd):
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
   flags = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1', '--mode', 'train', '--job_log_dir', paxml_job)
   assert binary.run_in_process(*flags) == exit_codes.USAGE
@@ -189,16 +190,16 @@ REFUSED = [
 ]
 LATE = [
   ('pax_cases.refused.UnknownAxis', (), "map_1d = (('replica', 'dat'),) has the mesh axis 'dat'"),
-  # Found when the step is traced.
+  # Raised when the step is traced.
   ('pax_cases.refused.UnknownLoss', (), "loss_name = 'nll' must be one of"),
 ]
 
 
 @pytest.mark.parametrize('cases', [REFUSED, pytest.param(LATE, marks=pytest.mark.exhaustive)], ids=['early', 'late'])
-def test_what_is_not_possible_is_refused_in_one_sentence(run_pax_together, cases, tmp_path):
+def test_unsupported_experiments_raise_user_errors(run_pax_together, cases, tmp_path):
   flags = (('--exp', name, *TRAIN, '--job_log_dir', tmp_path / name, *FOUR, *flags) for name, flags, _ in cases)
-  for (code, said), (name, _, words) in zip(run_pax_together(*flags), cases, strict=True):
-    assert code == exit_codes.USAGE, said
-    assert words in said
-    assert 'Traceback' not in said
+  for (code, stderr), (name, _, words) in zip(run_pax_together(*flags), cases, strict=True):
+    assert code == exit_codes.USAGE, stderr
+    assert words in stderr
+    assert 'Traceback' not in stderr
     assert cases is LATE or not (tmp_path / name).exists()

@@ -1,4 +1,4 @@
-"""Regular expressions by which learners choose variables."""
+"""Regular expressions with which learners select variables."""
 
 import pytest
 
@@ -39,6 +39,6 @@ for words, settings in (
 """
 
 
-def test_a_learner_that_trains_nothing_or_one_variable_twice_is_refused(run_pax):
+def test_learners_must_train_variables_once(run_pax):
   finished = run_pax(command=('-c', PROGRAM))
   assert finished.returncode == 0, finished.stderr

@@ -1,4 +1,4 @@
-"""`task.train.init_from_checkpoint_rules` takes what it names from a checkpoint of the real Paxml, and from ours."""
+"""`task.train.init_from_checkpoint_rules` loads variables from checkpoints of Paxml and of this package."""
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -28,8 +28,8 @@ def at(tree, name):
 
 
 @pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
-def test_what_the_rules_name_is_taken(run_pax, real, tmp_path):  # noqa: F811
-  """On to a job of ours by the whole state: the optimizer has counted Paxml's 3 steps and those of two jobs."""
+def test_rules_load_variables_and_optimizer_state(run_pax, real, tmp_path):  # noqa: F811
+  """A second job loads all of the first: the optimizer's count has Paxml's 3 steps and one of each job."""
   finished = train(run_pax, 'SomeWeights', tmp_path / 'some', real, 1)
   assert finished.returncode == 0, finished.stderr
   assert 'starting with ' in finished.stderr

@@ -1,4 +1,4 @@
-"""Mistakes in a Pax experiment: one sentence with the error, the file and the line, as in a native one."""
+"""Errors in the code of a Pax experiment are reported in one sentence with the file and the line."""
 
 import re
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = r'mistakes\.py:\d+\)'
 TRAIN, EVAL, DECODE = 'train', 'eval', 'decode_once'
-# The name of the mistake, the mode that meets it, and the sentence.
+# (name of the experiment, the mode, the message)
 MISTAKES = [
   ('init', TRAIN, rf'__init__\(\) of pax_cases\.mistakes\.init fails with OSError: no such vocabulary \(.*{HERE}'),
   ('validate', TRAIN, rf'validate\(\) of pax_cases\.mistakes\.validate fails with OSError: .*{HERE}'),
@@ -42,7 +42,7 @@ MISTAKES = [
 
 @pytest.fixture(scope='module')
 def ends(run_pax_together, tmp_path_factory):
-  """(exit code, stderr) by mistake. Those of decoding have the checkpoint of the experiment without a mistake."""
+  """Returns the exit code and stderr of each experiment; decode jobs have a checkpoint of the correct experiment."""
   jobs = {mode: tmp_path_factory.mktemp(mode) for mode in (EVAL, DECODE)}
   flags = ('--num_fake_devices', 4, '--set', 'trackers=()', '--accept_config_changes')
 
@@ -61,7 +61,7 @@ def ends(run_pax_together, tmp_path_factory):
   'name, sentence', [(name, sentence) for name, _, sentence in MISTAKES], ids=[name for name, *_ in MISTAKES]
 )
 def test_a_mistake_is_one_sentence(ends, name, sentence):
-  code, said = ends[name]
-  assert code == exit_codes.USAGE, said
-  assert re.search(rf'^spmd-tasks: .*{sentence}', said, re.MULTILINE), said
-  assert 'Traceback' not in said
+  code, stderr = ends[name]
+  assert code == exit_codes.USAGE, stderr
+  assert re.search(rf'^spmd-tasks: .*{sentence}', stderr, re.MULTILINE), stderr
+  assert 'Traceback' not in stderr

@@ -1,4 +1,4 @@
-"""Every mode on a Pax experiment: it works, or refuses in one sentence. Pax experiments decode as Paxml does."""
+"""All modes run a Pax experiment or raise a UserError, and decode jobs have the outputs of Paxml."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ IN_TRAINING = (
   *('--set', 'task.train.max_inflight_steps=5'),
 )
 
-# Words of what each command says; of a mode that is not listed, only that it works, or refuses in one sentence.
+# Words in the stderr of commands.
 WORDS = {
   'train': 'step 3/3  loss',
   'eval': 'step 3  eval valid: ',
@@ -49,9 +49,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope='module')
 def runs(run_pax_together, tmp_path_factory):
-  """The directories of two jobs of DecodeLm, 3 steps on a mesh 1 x 4 x 2, and how every command on the second ended.
+  """Trains two jobs of DecodeLm for 3 steps on a mesh 1 x 4 x 2, and runs all commands on the second one.
 
-  The first one evaluates and decodes in its training.
+  The first job evaluates and decodes in training. Returns the job directories, and the exit code and stderr of each
+  command.
   """
   first, second, empty = (tmp_path_factory.mktemp(name) for name in ('first', 'second', 'empty'))
 
@@ -71,10 +72,10 @@ def runs(run_pax_together, tmp_path_factory):
   }
   commands = {'in training': (*flags(first), '--mode', 'train', *IN_TRAINING, *FAKE)}
   for case in CASES:
-    own = more.get(case, ())
-    own = own if '--mode' in own or case == 'print_config' else ('--mode', case, *own)
-    where = flags(empty, 'pax_lab.dense_lm.DenseLm') if case == 'decode none' else flags(second)
-    commands[case] = (*where, *own, *(() if case.startswith('plan') else FAKE))
+    mode_flags = more.get(case, ())
+    mode_flags = mode_flags if '--mode' in mode_flags or case == 'print_config' else ('--mode', case, *mode_flags)
+    job_flags = flags(empty, 'pax_lab.dense_lm.DenseLm') if case == 'decode none' else flags(second)
+    commands[case] = (*job_flags, *mode_flags, *(() if case.startswith('plan') else FAKE))
   return first, second, dict(zip(commands, run_pax_together(*commands.values()), strict=True))
 
 
@@ -84,32 +85,32 @@ def job(runs):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_every_mode_works_or_refuses_in_one_sentence(runs, case):
-  code, said = runs[2][case]
-  assert code in (exit_codes.OK, exit_codes.USAGE), said
-  assert len(re.findall('^spmd-tasks: ', said, re.MULTILINE)) == (code == exit_codes.USAGE), said
-  assert 'Traceback' not in said
+def test_modes_run_or_raise_user_errors(runs, case):
+  code, stderr = runs[2][case]
+  assert code in (exit_codes.OK, exit_codes.USAGE), stderr
+  assert len(re.findall('^spmd-tasks: ', stderr, re.MULTILINE)) == (code == exit_codes.USAGE), stderr
+  assert 'Traceback' not in stderr
   if case in WORDS:
-    assert (code == exit_codes.USAGE) == (case in REFUSED), said
-    assert WORDS[case] in said
+    assert (code == exit_codes.USAGE) == (case in REFUSED), stderr
+    assert WORDS[case] in stderr
 
 
-def test_training_evaluates_and_decodes_if_it_is_asked_to(runs):
-  """With averaged weights, as a decode job; settings that are not read are named."""
+def test_training_evaluates_and_decodes_with_switches(runs):
+  """With averaged weights, like a decode job; ignored settings are listed."""
   first, second, ends = runs
-  code, said = ends['in training']
-  assert code == exit_codes.OK, said
+  code, stderr = ends['in training']
+  assert code == exit_codes.OK, stderr
   assert list(binary.column(first / 'eval' / 'valid', 'loss')) == [3]
-  assert outputs(first) == outputs(second)  # those of step 3 alone
-  assert 'task.train.max_inflight_steps = 5 (one step is dispatched ahead)' in said
-  _, said = ends['train']
-  assert 'eval valid' not in said
-  assert 'decode prompts' not in said
-  assert 'task.train.eval_interval_steps = 10 (evals in training need --eval_on_test)' in said
+  assert outputs(first) == outputs(second)  # only of step 3
+  assert 'task.train.max_inflight_steps = 5 (one step is dispatched ahead)' in stderr
+  _, stderr = ends['train']
+  assert 'eval valid' not in stderr
+  assert 'decode prompts' not in stderr
+  assert 'task.train.eval_interval_steps = 10 (evals in training need --eval_on_test)' in stderr
 
 
 def outputs(directory: Path) -> dict[str, list]:
-  """The values of every dataset, as the .jsonl holds them."""
+  """Returns the values of all datasets in the .jsonl files."""
   return {
     str(file.relative_to(directory)): [json.loads(line) for line in file.read_text().splitlines()]
     for file in sorted(directory.glob('decoder_out/*/*.jsonl'))
@@ -117,18 +118,18 @@ def outputs(directory: Path) -> dict[str, list]:
 
 
 def scalars(directory: Path) -> dict[str, float]:
-  """The last value of every tag of TensorBoard's, which Paxml writes as tensors."""
+  """Returns the last value of each tag of TensorBoard; Paxml writes tensors."""
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
   from tensorboard.util import tensor_util
 
   events = EventAccumulator(str(directory)).Reload()
-  found = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()['scalars']}
+  values = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()['scalars']}
   tensors = {tag: events.Tensors(tag)[-1].tensor_proto for tag in events.Tags()['tensors']}
-  return found | {tag: float(tensor_util.make_ndarray(each)) for tag, each in tensors.items()}
+  return values | {tag: float(tensor_util.make_ndarray(tensor)) for tag, tensor in tensors.items()}
 
 
-def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp_path):
-  """Weights averaged, texts passed on; all of a dataset that is reset for eval, else one batch. Ours on 8 devices."""
+def test_decode_jobs_equal_paxmls_decode_program(job, run_pax, tmp_path):
+  """With averaged weights, strings, a dataset that is reset for eval, and another of one batch; ours on 8 devices."""
   finished = run_pax(job, tmp_path, command=[SCRIPT])
   assert finished.returncode == 0, finished.stderr
   ours, theirs = outputs(job), outputs(tmp_path)
@@ -150,7 +151,7 @@ def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp
 
 @pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
 def test_a_checkpoint_of_paxml_decodes_to_the_same_text(job, run_pax_together, tmp_path):
-  """The job's checkpoint in Paxml's format, decoded by jobs of their own, on 2 devices; another place is refused."""
+  """The job's checkpoint in Paxml's format is decoded on 2 devices; a checkpoint of another path is refused."""
   places = [tmp_path / name for name in ('paxml', 'copy')]
   for place in places:
     write_as_paxml(job / 'checkpoints' / 'checkpoint_00000003', place / 'checkpoints' / 'checkpoint_00000003')
@@ -170,7 +171,7 @@ def test_a_checkpoint_of_paxml_decodes_to_the_same_text(job, run_pax_together, t
 
 
 def write_as_paxml(checkpoint: Path, path: Path) -> None:
-  """Writes a checkpoint of ours as Paxml does with `tensorstore_use_ocdbt`."""
+  """Writes one of our checkpoints in Paxml's format with `tensorstore_use_ocdbt`."""
   handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
   state = handler.restore(checkpoint / 'state')
   variables = {'params': state['weights'], **(state.get('non_trainable') or {})}

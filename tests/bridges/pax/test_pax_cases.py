@@ -1,7 +1,7 @@
-"""Experiments of Pax of many kinds (tests/data/pax_cases), from the seed alone: the losses and evals of the real Paxml.
+"""Pax experiments of many kinds (tests/data/pax_cases) have the losses and evals of Paxml.
 
-Some are ended early by a function of theirs, as in Paxml, or have no training dataset. What Paxml computes is in
-tests/data/pax_cases/paxml_losses.json, by Paxml 1.4.0 on jax 0.10.2.
+Some end early by their `early_stopping_fn`, or have no training dataset. The results of Paxml 1.4.0 on jax 0.10.2 are
+in tests/data/pax_cases/paxml_losses.json.
 """
 
 import json
@@ -14,7 +14,7 @@ from tests import binary
 from tests.bridges.pax.conftest import PAX_EXPERIMENTS
 
 EXPECTED = json.loads((PAX_EXPERIMENTS / 'pax_cases' / 'paxml_losses.json').read_text())
-# It has much of what the others have one by one.
+# Combines many features of the other cases.
 ALWAYS = ('pipelines.PipelinedStreams',)
 FOUR = ('--num_fake_devices', 4)
 FLAGS = ('--mode', 'train', '--eval_on_test', '--set', 'log_every_steps=1', '--set', 'trackers=()')
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
     if 'error' not in expected
   ],
 )
-def test_the_losses_and_evals_are_those_of_paxml(run_pax, name, tmp_path):
+def test_losses_and_evals_equal_paxml(run_pax, name, tmp_path):
   finished = run_pax('--exp', f'pax_cases.{name}', *FLAGS, '--job_log_dir', tmp_path, *FOUR)
   assert finished.returncode == 0, finished.stderr
   expected = EXPECTED[name]
@@ -45,40 +45,43 @@ def test_the_losses_and_evals_are_those_of_paxml(run_pax, name, tmp_path):
 
 
 def calls(directory):
-  """What the function was asked: names of metrics, and what does not depend on the clock."""
-  return list(map(clock_free, (directory / 'asked.jsonl').read_text().splitlines()))
+  """Returns the calls of early_stopping_fn: arguments, metrics that do not depend on the clock, and all metrics."""
+  return list(map(split_metrics, (directory / 'asked.jsonl').read_text().splitlines()))
 
 
-def clock_free(line):
-  asked = json.loads(line) if isinstance(line, str) else dict(line)
-  metrics = asked.pop('metrics')
-  return asked, {name: value for name, value in metrics.items() if 'eval_test' in name or name == 'num_params'}, metrics
+def split_metrics(line):
+  arguments = json.loads(line) if isinstance(line, str) else dict(line)
+  metrics = arguments.pop('metrics')
+  without_times = {name: value for name, value in metrics.items() if 'eval_test' in name or name == 'num_params'}
+  return arguments, without_times, metrics
 
 
 @pytest.fixture(scope='module')
 def ended_runs(run_pax_together, tmp_path_factory):
-  """UntilTarget, ended at step 4 by its second eval, and EvalOnly: the directory, and what the latter said."""
+  """Runs UntilTarget, whose second eval ends it at step 4, and EvalOnly; returns the directory and the last stderr."""
   directory = tmp_path_factory.mktemp('ended')
   flags = ('--job_log_dir', directory, *FOUR)
   eval_only = ('--exp', 'pax_cases.ending.EvalOnly', '--mode', 'eval', '--accept_config_changes', *flags)
-  (code, said), (eval_code, eval_said) = run_pax_together(
+  (code, stderr), (eval_code, eval_stderr) = run_pax_together(
     ('--exp', 'pax_cases.ending.UntilTarget', *FLAGS, *flags), eval_only
   )
-  assert code == eval_code == exit_codes.OK, said + eval_said
-  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, returned True.' in said
-  return directory, eval_said
+  assert code == eval_code == exit_codes.OK, stderr + eval_stderr
+  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, returned True.' in stderr
+  return directory, eval_stderr
 
 
 def check_calls(directory, case):
-  ours, theirs = calls(directory), list(map(clock_free, EXPECTED[case]['asked']))
+  ours, theirs = calls(directory), list(map(split_metrics, EXPECTED[case]['asked']))
   assert len(ours) == len(theirs)
-  for (asked, metrics, named), (asked_there, metrics_there, named_there) in zip(ours, theirs, strict=True):
-    assert asked == asked_there
-    assert set(named) >= set(named_there)
-    assert {name: metrics[name] for name in metrics_there} == pytest.approx(metrics_there, rel=1e-6)
+  for our_call, their_call in zip(ours, theirs, strict=True):
+    arguments, metrics, all_metrics = our_call
+    their_arguments, their_metrics, all_their_metrics = their_call
+    assert arguments == their_arguments
+    assert set(all_metrics) >= set(all_their_metrics)
+    assert {name: metrics[name] for name in their_metrics} == pytest.approx(their_metrics, rel=1e-6)
 
 
-def test_the_function_is_asked_what_paxml_asks_it(ended_runs):
+def test_early_stopping_fn_is_called_as_by_paxml(ended_runs):
   ended_job, _ = ended_runs
   check_calls(ended_job, 'ending.UntilTarget')
   assert len(binary.metric_lines(ended_job)) == 4
@@ -87,7 +90,7 @@ def test_the_function_is_asked_what_paxml_asks_it(ended_runs):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('name, num_steps', [('UntilStep', 3), ('ToTheEnd', 7)])
-def test_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
+def test_early_stopping_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
   finished = run_pax('--exp', f'pax_cases.ending.{name}', *FLAGS, '--job_log_dir', tmp_path, *FOUR)
   assert finished.returncode == exit_codes.OK, finished.stderr
   check_calls(tmp_path, f'ending.{name}')
@@ -95,6 +98,6 @@ def test_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
 
 
 def test_an_experiment_without_a_training_dataset_evaluates(ended_runs):
-  directory, said = ended_runs
+  directory, stderr = ended_runs
   recorded = next(line for line in binary.metric_lines(directory / 'eval' / 'valid') if line['step'] == 4)
-  assert f'loss {recorded["loss"]:.4f}' in said
+  assert f'loss {recorded["loss"]:.4f}' in stderr

@@ -1,4 +1,4 @@
-"""A module that needs Praxis is recognized by its source, before it is imported; nothing else installs the shims."""
+"""Modules that import Praxis are recognized by their sources, and only these install the shims."""
 
 import pytest
 
@@ -22,7 +22,7 @@ from tests import binary
     ('paxml.tasks.lm.params.lm_cloud', {}, True),
   ],
 )
-def test_by_what_a_module_and_its_own_modules_import(module, sources, expected, tmp_path, monkeypatch):
+def test_modules_that_import_praxis_are_recognized(module, sources, expected, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / 'group').mkdir()
   around = {'group/__init__': '', 'group/models': 'import praxis', 'group/plain': 'import jax'}
@@ -62,10 +62,10 @@ print(code, added, hasattr(jax, 'tree_map'), 'praxis' in sys.modules, file=sys.s
     ('pax_lab.dense_lm.DenseLm', "0 ['_ShimFinder'] True True"),
   ],
 )
-def test_the_process_of_a_plain_experiment_has_no_finder_and_no_added_name(experiment, said, tmp_path):
-  """In a process of its own; one of Pax imports TensorFlow when it is used."""
+def test_plain_experiments_run_without_shims(experiment, said, tmp_path):
+  """Pax experiments import TensorFlow when it is used."""
   directory = 'tests/data'
-  if experiment.startswith('plain'):  # outside our package, whose modules nothing is done for
+  if experiment.startswith('plain'):  # user code, unlike our own package
     directory = str(tmp_path)
     (tmp_path / 'plain_lab.py').write_text('from spmd_tasks.recipes import DenseLanguageModel as Plain')
   finished = binary.run_python(PROGRAM.format(experiment=experiment, directory=directory), limit_s=240)

@@ -1,4 +1,4 @@
-"""Paxml's flags have a hint each, which the page shows; every field that Paxml reads is read here, or named."""
+"""All flags of Paxml have a hint, which the docs show, and all its fields are read or listed as ignored."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +12,7 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.flags import all_modes, make_parser
 
 PAGE = Path(__file__).parents[3] / 'docs' / 'coming_from_pax.md'
-# Where `paxml.main` and what it imports define flags.
+# Modules that define the flags of `paxml.main`.
 SOURCES = ('paxml.main', 'paxml.summary_utils', 'paxml.tf_data_service_lib', 'praxis.py_utils')
 SOURCES += ('fiddle._src.absl_flags.legacy_flags',)
 PARSER = make_parser(all_modes())
@@ -20,7 +20,7 @@ OWN = {flag.removeprefix('--') for action in PARSER._actions for flag in action.
 
 
 def flags_defined_in(module: str) -> list[str]:
-  """The names of the flags that a module's source defines, without importing it."""
+  """Returns the names of the flags that a module defines, without importing it."""
   package, _, name = module.rpartition('.')
   top, *inner = package.split('.')
   spec = importlib.util.find_spec(top)
@@ -36,10 +36,10 @@ def test_every_flag_has_a_hint_or_is_ours(module):
 
 
 def test_hints_name_flags_and_fields_that_exist():
-  said = ' '.join(FLAGS.values())
+  text = ' '.join(FLAGS.values())
   fields = {field.name for field in dataclasses.fields(Experiment)}
-  assert set(re.findall(r'--(\w+)', said)) - OWN == set()
-  assert set(re.findall(r'--set (\w+)=', said)) - fields - {'PATH'} == set()
+  assert set(re.findall(r'--(\w+)', text)) - OWN == set()
+  assert set(re.findall(r'--set (\w+)=', text)) - fields - {'PATH'} == set()
   assert not OWN & set(FLAGS)
 
 
@@ -54,20 +54,20 @@ def test_hints_name_flags_and_fields_that_exist():
     ('--mode=infer', '--mode decode_once'),
   ],
 )
-def test_the_parser_answers_by_the_hint(flag, hint, capsys):
+def test_the_parser_prints_the_hint(flag, hint, capsys):
   with pytest.raises(SystemExit) as end:
     PARSER.parse_args(['--exp', 'a.b.C', '--mode', 'train', flag])
   assert end.value.code == 2
   assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('form, given', [('', True), ('=True', True), ('=false', False)])
-def test_switches_of_paxml_take_its_forms(form, given):
+@pytest.mark.parametrize('form, value', [('', True), ('=True', True), ('=false', False)])
+def test_switches_of_paxml_have_its_forms(form, value):
   flags = PARSER.parse_args(['--mode', 'train', f'--eval_on_test{form}', '--nodecode_during_train'])
-  assert (flags.eval_on_test, flags.decode_during_train) == (given, False)
+  assert (flags.eval_on_test, flags.decode_during_train) == (value, False)
 
 
-def test_the_page_has_the_table_of_the_hints():
+def test_the_docs_have_the_table_of_the_hints():
   names_of: dict[str, list[str]] = {}
   for name, hint in FLAGS.items():
     names_of.setdefault(hint, []).append(f'`--{name}`'.replace('mode=', 'mode '))
@@ -103,8 +103,8 @@ CLASSES = {'task': SingleTask, 'task.train': SingleTask.Train, 'task.decode': Si
   'train_input': base_input.BaseInput}
 for owner, cls in CLASSES.items():
   fields = {field.name for field in dataclasses.fields(cls) if field.init and not field.name.startswith('_')}
-  unread = {path.rpartition('.')[2] for path in paths if path.rpartition('.')[0] == owner}
-  assert fields == unread | set(READ[owner].split()), (owner, fields ^ (unread | set(READ[owner].split())))
+  ignored = {path.rpartition('.')[2] for path in paths if path.rpartition('.')[0] == owner}
+  assert fields == ignored | set(READ[owner].split()), (owner, fields ^ (ignored | set(READ[owner].split())))
 
 experiment = dense_lm.DenseLm()
 
@@ -138,6 +138,6 @@ assert describe_ignored_settings(job_with('task.train.eval_interval_steps', 7, e
 
 
 @pytest.mark.slow
-def test_every_field_is_read_or_named(run_pax):
+def test_all_fields_are_read_or_listed_as_ignored(run_pax):
   finished = run_pax(command=('-c', "import sys; sys.path.append('tests/data')\n" + PROGRAM))
   assert finished.returncode == 0, finished.stderr

@@ -1,4 +1,4 @@
-"""The names that Praxis and Paxml find in JAX, what is imported late, and stand-ins for what is missing."""
+"""Stand-ins of modules that are not installed."""
 
 import importlib
 
@@ -7,7 +7,7 @@ import pytest
 from spmd_tasks.bridges.pax._shims import find_stand_in
 from spmd_tasks.errors import UserError
 
-# As modules of T5's users look, and paxml.tasks.lm.params.c4.
+# Like modules of T5's users, and paxml.tasks.lm.params.c4.
 MODULE = """
 import abc
 from spmd_tasks.bridges.pax._shims import StandIn
@@ -44,7 +44,7 @@ def module(tmp_path, monkeypatch):
   return importlib.import_module('module_with_seqio_tasks')
 
 
-def test_a_module_that_registers_tasks_is_imported(module):
+def test_modules_that_register_tasks_can_be_imported(module):
   assert isinstance(module.VOCABULARY, module.seqio.SentencePieceVocabulary)
   assert not isinstance(3, module.seqio.Task)
 
@@ -57,12 +57,12 @@ def test_a_module_that_registers_tasks_is_imported(module):
     (lambda module: module.seqio.get_mixture_or_task('mine'), 'seqio.get_mixture_or_task needs seqio, which'),
   ],
 )
-def test_what_is_used_is_refused(module, use, words):
+def test_using_a_stand_in_raises_a_user_error(module, use, words):
   with pytest.raises(UserError, match=words):
     use(module)
 
 
-def test_only_modules_that_are_missing_have_stand_ins():
+def test_only_missing_modules_have_stand_ins():
   for name in ('t5.data.preprocessors', 'lingvo.core.ops'):
     assert find_stand_in(name) is not None
   for name in ('numpy', 'seqio_of_mine', 'lingvo.core.nested_map', 't5x'):

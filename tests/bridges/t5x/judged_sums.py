@@ -1,4 +1,4 @@
-"""SeqIO tasks with metric_fns of each kind, and a small model of each architecture whose eval sets compute them."""
+"""SeqIO tasks with metric_fns of each kind, and small models whose eval sets compute them."""
 
 import numpy as np
 import seqio

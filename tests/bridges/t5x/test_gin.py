@@ -1,4 +1,4 @@
-"""Gin setups of T5X: what the files say, without T5X, and what it becomes here."""
+"""Reads gin setups of T5X without T5X, and translates them to experiments."""
 
 import ast
 import contextlib
@@ -48,7 +48,7 @@ def expanded(*argv):
   return flags
 
 
-def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
+def test_a_setup_is_translated_to_an_experiment(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = expanded('--gin.MODEL_DIR="runs/sums"', "--gin.MIXTURE_OR_TASK_MODULE='made_up_sums_task'")
   assert flags.job_log_dir == 'runs/sums'
@@ -73,8 +73,8 @@ def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
     from_json(saved)
 
 
-def test_a_module_that_a_gin_file_alone_names_is_not_imported(tmp_path, monkeypatch):
-  """Unpacked with its module, and run from there."""
+def test_gin_files_alone_cannot_import_modules(tmp_path, monkeypatch):
+  """Even if the module is in the current directory, beside the gin file."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', list(sys.path))
   (tmp_path / 'a_strangers.py').write_text(f"open('{tmp_path}/ran', 'w').close()")
@@ -88,7 +88,7 @@ def test_a_module_that_a_gin_file_alone_names_is_not_imported(tmp_path, monkeypa
     assert expand(flags_now) is None
     assert "task_modules=('a_strangers',)" in flags_now.overrides
   assert not (tmp_path / 'ran').exists()
-  assert expanded('--gin.MODEL_DIR="runs/sums"').experiment_path == []  # what is beside a gin file is not on sys.path
+  assert expanded('--gin.MODEL_DIR="runs/sums"').experiment_path == []  # the directory of a gin file is not on sys.path
 
 
 def test_a_setup_is_written_as_python(tmp_path, monkeypatch, capsys):
@@ -102,7 +102,7 @@ def test_a_setup_is_written_as_python(tmp_path, monkeypatch, capsys):
     expand(flags)
 
 
-def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
+def test_a_model_dir_with_checkpoints_of_t5x_continues(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for step in (0, 10, 20):
     (tmp_path / 'model_dir' / f'checkpoint_{step}').mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
     ('flaxformer/switch_c', {'min_capacity': 2, 'mixture_every': 1, 'ties_embedding': False}),
   ],
 )
-def test_models_that_t5x_ships_are_known(name, fields):
+def test_models_of_t5x_are_built_in(name, fields):
   example, _, model = name.partition('/')
   kind = 't5' if 't5' in model else 'moe'
   path = f'flaxformer/t5x/configs/{kind}/models/{model}' if example == 'flaxformer' else f't5x/examples/{name}'
@@ -147,7 +147,7 @@ def test_models_that_t5x_ships_are_known(name, fields):
   assert translation.fields['dtype'] == 'bfloat16'
 
 
-def test_scalable_models_without_a_scan_have_heads_apart():
+def test_scalable_models_without_a_scan_have_a_dim_of_heads():
   files = ['t5x/examples/scalable_t5/t5_1_1/small.gin', *RUN]
   translation = translated(files, 'network.T5Config.scan_layers = False')
   assert not translation.missing
@@ -173,7 +173,7 @@ JITTER_NOISE = 0.01
 CHECKPOINT = "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'"
 
 
-def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path):
+def test_a_setup_of_mixtures_of_experts(tmp_path):
   (tmp_path / 'sparse.gin').write_text(SPARSE)
   translation = translated(['sparse.gin'], CHECKPOINT, search=[str(tmp_path)])
   assert not translation.missing
@@ -220,10 +220,11 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
     ('models.EncoderDecoderModel.decode_fn = @my_lab.search', 'only beam_search and temperature_sample'),
   ],
 )
-def test_texts_are_decoded_as_the_setup_says(lines, wanted):
+def test_decoding_settings_are_translated(lines, wanted):
   translation = translated(['t5x/examples/t5/t5_1_1/tiny.gin', *RUN], *lines.splitlines())
   if isinstance(wanted, str):
-    assert [wanted in each for each in translation.missing] == [True]
+    (missing,) = translation.missing
+    assert wanted in missing
     return
   assert not translation.missing
   settings = T5xExperiment(**translation.fields).decode_settings()
@@ -233,7 +234,7 @@ def test_texts_are_decoded_as_the_setup_says(lines, wanted):
 @pytest.mark.parametrize(
   'number, submesh, mdl', [(2, None, 2), (None, (1, 2, 1, 2), 4), (4, (1, 2, 1, 2), 4), (1, (1, 2, 1, 2), None)]
 )
-def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_path):
+def test_a_submesh_is_translated_to_model_partitions(number, submesh, mdl, tmp_path):
   """The cases of T5X's test_compute_num_model_partitions."""
   (tmp_path / 'sparse.gin').write_text(SPARSE)
   bound = (f'NUM_MODEL_PARTITIONS = {number}', f'MODEL_PARALLEL_SUBMESH = {submesh}', CHECKPOINT)
@@ -254,11 +255,11 @@ def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_pat
     ('sparse_decoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing = True', 'would look ahead'),
   ],
 )
-def test_mixtures_that_ours_are_not_are_listed(line, words, tmp_path):
+def test_unsupported_mixtures_are_listed(line, words, tmp_path):
   (tmp_path / 'sparse.gin').write_text(SPARSE + line)
   translation = translated(['sparse.gin'], CHECKPOINT, search=[str(tmp_path)])
   assert translation.missing
-  assert all(words in each for each in translation.missing)
+  assert all(words in missing for missing in translation.missing)
 
 
 def test_a_decoder_only_model_reads_inputs_as_a_prefix():
@@ -272,7 +273,7 @@ def test_a_decoder_only_model_reads_inputs_as_a_prefix():
     assert ('prefix_mask' in spec) is not is_causal
 
 
-def test_runs_of_t5x_with_other_ends_say_so():
+def test_other_runs_of_t5x_are_refused():
   for name in ('configs/runs/precompile', 'contrib/moe/configs/runs/precompile', 'configs/runs/export_seqio'):
     with pytest.raises(ValueError, match=r'runs \S*(precompile|save), .*--mode'):
       translated(['t5x/examples/t5/t5_1_1/small.gin', f't5x/{name}.gin'])
@@ -294,7 +295,7 @@ def test_fine_tuning_starts_from_a_checkpoint():
 
 
 @pytest.mark.parametrize('through_function', [False, True])
-def test_an_assignment_map_is_that_of_the_origin(through_function):
+def test_assignment_maps_are_translated_to_the_origin(through_function):
   pairs = r"((r'(.*)decoder/logits_dense(.*)', None), (r'state/param_states.*', None))"
   restore = f'utils.RestoreCheckpointConfig.assignment_map = {pairs}'
   if through_function:
@@ -311,7 +312,7 @@ def test_an_assignment_map_is_that_of_the_origin(through_function):
   assert 'UpcycleCheckpointer: start a dense job' in words
 
 
-def test_texts_in_files_are_decoded(tmp_path):
+def test_texts_in_tfrecord_files_are_prompts(tmp_path):
   files = ['t5x/examples/t5/byt5/small.gin', 't5x/configs/runs/infer_from_tfexample_file.gin']
   bound = [f"TF_EXAMPLE_FILE_PATHS = ['{tmp_path}/*.tfrecord']", "TF_EXAMPLE_FILE_TYPE = 'tfrecord'"]
   bound += ["FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}", "CHECKPOINT_PATH = '/m/checkpoint_10'"]
@@ -329,7 +330,7 @@ def test_texts_in_files_are_decoded(tmp_path):
   overrides = [f'{name}={value}' for name, value in translation.fields.items()]
   job = resolve(f'{EXPERIMENTS}.T5xExperiment', overrides).build()
   prompts = job.decode_inputs['infer'].read()
-  assert [(each.prompt, each.prompt_ids, each.n) for each in prompts] == [
+  assert [(prompt.prompt, prompt.prompt_ids, prompt.n) for prompt in prompts] == [
     ('90+6', (60, 51, 46, 57, 1), 3),
     ('1', (52, 1), 3),
   ]
@@ -339,7 +340,7 @@ def test_texts_in_files_are_decoded(tmp_path):
 @pytest.mark.parametrize(
   'run, output, field', [('eval', 'EVAL_OUTPUT_DIR', 'eval_data'), ('infer', 'INFER_OUTPUT_DIR', 'decode_data')]
 )
-def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
+def test_eval_and_infer_runs_read_a_checkpoint(run, output, field):
   files = ['t5x/examples/t5/t5_1_1/small.gin', f't5x/configs/runs/{run}.gin']
   translation = translated(files, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'")
   assert not translation.missing
@@ -360,7 +361,7 @@ OF_EVALUATOR = {'EVALUATOR_NUM_EXAMPLES': None, 'EVALUATOR_USE_MEMORY_CACHE': Tr
     ('infer_from_tfexample_file', 'INFER_OUTPUT_DIR is required'),
   ],
 )
-def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
+def test_user_files_can_read_macros_of_t5x(run, wanted, tmp_path):
   names = [wanted.split()[0]] if isinstance(wanted, str) else list(wanted)
   lines = [f"include 't5x/configs/runs/{run}.gin'", *(f'my_lab.report.{name} = %{name}' for name in names)]
   (tmp_path / 'mine.gin').write_text('\n'.join(lines))
@@ -382,7 +383,7 @@ def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
     ("network.T5Config.mlp_activations = ('no_such', 'linear')", "'no_such' is not one of"),
   ],
 )
-def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
+def test_unsupported_settings_are_listed_with_the_reason(binding, words):
   (missing,) = translated(['t5x/examples/t5/t5_1_1/small.gin', *RUN], binding).missing
   assert words in missing
 
@@ -400,16 +401,16 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
     ('models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ntrain_script.train.random_seed = 0', None),
   ],
 )
-def test_what_changes_no_number_is_noted(binding, words):
+def test_differences_that_do_not_affect_numbers_are_noted(binding, words):
   translation = translated(['t5x/examples/t5/t5_1_1/small.gin', *RUN], *binding.splitlines())
   assert not translation.missing
-  assert all('seed = None' in each or words in each for each in translation.notes)
-  assert words is None or any(words in each for each in translation.notes)
+  assert all('seed = None' in note or words in note for note in translation.notes)
+  assert words is None or any(words in note for note in translation.notes)
 
 
-# What T5X would fail on with a traceback; a value that is only wrong, such as a batch of -3 rows, is the experiment's.
+# Values with which T5X would fail with a traceback; the experiment checks other values, such as a batch size of -3.
 @pytest.mark.parametrize('value', ["'abc'", '2.5', '[]', '{}', 'None', '(1, 2)', 'True'])
-def test_no_binding_of_any_kind_gives_a_traceback(value):
+def test_bindings_of_wrong_types_raise_user_errors(value):
   for files in (['t5/t5_1_1/small', 'finetune'], ['decoder_only/models/base', 'eval'], ['t5/byt5/tiny', 'infer']):
     setup = read_setup([f't5x/examples/{files[0]}.gin', f't5x/configs/runs/{files[1]}.gin'], [*NEEDED, *PATHS])
     for place, name in [*(('bindings', name) for name in setup.bindings), *(('macros', name) for name in setup.macros)]:
@@ -418,7 +419,7 @@ def test_no_binding_of_any_kind_gives_a_traceback(value):
         translate(dataclasses.replace(setup, read=set(), **changed))
 
 
-def test_such_a_setup_does_not_start(capsys):
+def test_setups_with_unsupported_settings_do_not_start(capsys):
   with pytest.raises(ValueError, match=r'1 settings of .* are not supported'):
     expanded('--gin.MODEL_DIR="x"', '--gin.network.T5Config.sparse_layers=2', '--job_log_dir', 'x')
   assert 'network.T5Config.sparse_layers = 2: is not supported' in capsys.readouterr().err
@@ -434,12 +435,12 @@ def test_such_a_setup_does_not_start(capsys):
     (['--gin.TRAIN_STEPS=3'], 'add --gin_file FILE'),
   ],
 )
-def test_a_wrong_setup_is_answered_in_a_sentence(argv, words):
+def test_invalid_setups_raise_user_errors(argv, words):
   with pytest.raises(ValueError, match=words):
     expand(flags_of('--mode', 'train', *argv))
 
 
-def test_a_file_that_is_no_gin_is_answered_in_a_sentence(tmp_path):
+def test_invalid_gin_files_raise_user_errors(tmp_path):
   path = tmp_path / 'x.gin'
   itself = os.fsencode(f"include '{path}'")
   for text, words in ((b'\xff', 'cannot be read'), (b'A = ' + b'[' * 5000, 'syntax'), (itself, 'may include itself')):
@@ -449,8 +450,8 @@ def test_a_file_that_is_no_gin_is_answered_in_a_sentence(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_dir_of_t5x_goes_on_to_its_step_20_and_back(tmp_path, monkeypatch):
-  """What `t5x/train.py` has written at step 10 and at step 20; here on data 4 x model 2."""
+def test_a_model_dir_of_t5x_continues_and_is_exported(tmp_path, monkeypatch):
+  """From step 10 to 20, with the checkpoints of `t5x/train.py` as reference; on data 4 x model 2."""
   data = Path(SUMS).parent
   monkeypatch.syspath_prepend(str(data))
   gin = (f"--gin.MODEL_DIR='{data}/model_dir'", "--gin.MIXTURE_OR_TASK_MODULE='made_up_sums_task'")
@@ -459,11 +460,11 @@ def test_a_model_dir_of_t5x_goes_on_to_its_step_20_and_back(tmp_path, monkeypatc
   assert binary.run_in_process('--mode', 'train', '--gin_file', SUMS, *gin, *job, *mesh) == exit_codes.OK
   flags = ('--format', 't5x', '--out', tmp_path / 'out', '--experiment_path', data)
   assert binary.run_in_process('--mode', 'export', *job, *flags) == exit_codes.OK
-  found = open_checkpoint(tmp_path / 'out' / 'checkpoint_20').arrays
+  exported = open_checkpoint(tmp_path / 'out' / 'checkpoint_20').arrays
   with np.load(data / 'model_dir_step_20.npz') as archive:
     expected = dict(archive)
-  assert sorted(found) == sorted(expected)
+  assert sorted(exported) == sorted(expected)
   for name in expected:
-    ours, theirs = np.asarray(found[name]), expected[name]
+    ours, theirs = np.asarray(exported[name]), expected[name]
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(np.abs(theirs).max(), 1e-30), err_msg=name)

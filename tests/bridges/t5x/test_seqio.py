@@ -1,4 +1,4 @@
-"""SeqIO tasks as inputs: the numbers of SeqIO's own feature converters under our names, and exact positions."""
+"""SeqIO tasks as inputs: batches equal SeqIO's feature converters, and states are exact."""
 
 import dataclasses
 
@@ -15,17 +15,17 @@ CONVERTERS = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_onl
 
 @pytest.fixture(scope='module')
 def seqio():
-  """SeqIO with a task `sums`, and a mixture of it and another."""
+  """Imports SeqIO and registers a task `sums`, and a mixture of it and another task."""
   seqio = import_seqio()
   import tensorflow as tf
 
   def sums(first):
-    def made(split, shuffle_files, seed=None):
+    def make_dataset(split, shuffle_files, seed=None):
       del shuffle_files, seed
       rows = [f'{a} + {a % 7}={a + a % 7}'.split('=') for a in range(first, first + (60 if split == 'train' else 21))]
       return tf.data.Dataset.from_tensor_slices({'inputs': [a for a, _ in rows], 'targets': [b for _, b in rows]})
 
-    return made
+    return make_dataset
 
   vocabulary = seqio.ByteVocabulary()
   for name, first in (('sums', 90), ('large_sums', 1000)):
@@ -51,7 +51,7 @@ def an_input(architecture='encoder_decoder', **settings):
 
 
 def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1, **of_converter):
-  """The batches as T5X's `get_dataset` asks SeqIO for them, in SeqIO's own names."""
+  """Returns batches with SeqIO's names, created as in T5X's `get_dataset`."""
   converter = getattr(seqio, f'{CONVERTERS[settings.architecture]}FeatureConverter')
   dataset = seqio.get_dataset(
     settings.task,
@@ -77,7 +77,7 @@ def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1, **of_converter
     ('decoder_only', False, {}),
   ],
 )
-def test_batches_are_those_of_seqio(seqio, architecture, packing, own):
+def test_batches_equal_seqio(seqio, architecture, packing, own):
   settings = an_input(architecture, packing=packing, task='both', **own)
   iterator = settings.make_iterator()
   for features in of_seqio(seqio, settings, 5, **own):
@@ -95,7 +95,7 @@ def test_batches_are_those_of_seqio(seqio, architecture, packing, own):
     for name, rows in wanted.items():
       np.testing.assert_array_equal(batch[name], rows, name)
     assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
-      name: (each.shape, each.dtype) for name, each in settings.element_spec().items()
+      name: (spec.shape, spec.dtype) for name, spec in settings.element_spec().items()
     }
   if architecture == 'prefix_lm':
     causal = dataclasses.replace(settings, prefix_is_causal=True)
@@ -103,7 +103,7 @@ def test_batches_are_those_of_seqio(seqio, architecture, packing, own):
     assert next(causal.make_iterator()).keys() == causal.element_spec().keys() == names
 
 
-def test_segments_of_rows_that_are_not_packed_end_with_the_tokens():
+def test_segments_of_unpacked_rows_end_with_the_tokens():
   batch = contract_batch(
     {'decoder_target_tokens': np.array([[5, 6, 1, 0]]), 'encoder_input_tokens': np.array([[4, 1]])}
   )
@@ -112,14 +112,14 @@ def test_segments_of_rows_that_are_not_packed_end_with_the_tokens():
   assert batch['encoder_segment_ids'].tolist() == [[1, 1]]
 
 
-def test_positions_are_exact_and_independent_of_the_processes(seqio):
-  settings = an_input(packing=False)  # which takes TensorFlow less time
+def test_states_are_exact_and_independent_of_the_processes(seqio):
+  settings = an_input(packing=False)  # faster in TensorFlow
   following = check_positions(settings)
   skipping = an_input(packing=False, skip_batches=3).make_iterator()
   assert (next(skipping)['labels'] == following['labels']).all()
 
 
-def test_shards_give_the_batches_of_as_many_hosts_of_t5x(seqio):
+def test_shards_have_the_batches_of_hosts_in_t5x(seqio):
   settings = an_input(packing=False, num_shards=2)
   theirs = [of_seqio(seqio, settings, 3, shard, 2) for shard in range(2)]
   ours, second = settings.make_iterator(), settings.make_iterator(1, 2)
@@ -131,7 +131,7 @@ def test_shards_give_the_batches_of_as_many_hosts_of_t5x(seqio):
   settings.make_iterator().set_state(state)
 
 
-def test_an_eval_set_has_each_example_once_at_its_own_length(seqio):
+def test_an_eval_set_has_each_example_once(seqio):
   settings = an_input(split='validation', packing=False, num_epochs=1, shuffle=False, lengths=None)
   batches = list(settings.make_iterator())
   assert settings.feature_lengths == {'inputs': 8, 'targets': 4}
@@ -141,7 +141,7 @@ def test_an_eval_set_has_each_example_once_at_its_own_length(seqio):
   assert texts == ['96', '91', '93', '95']
 
 
-def test_a_position_of_other_settings_or_data_is_refused(seqio):
+def test_states_of_other_settings_or_data_are_refused(seqio):
   iterator = an_input(packing=False).make_iterator()
   next(iterator)
   state = iterator.get_state()
@@ -161,6 +161,6 @@ def test_a_position_of_other_settings_or_data_is_refused(seqio):
     ({'num_shards': 2, 'num_epochs': 1}, 'num_shards = 2 must be 1'),
   ],
 )
-def test_a_wrong_setting_is_answered_in_a_sentence(seqio, settings, words):
+def test_invalid_settings_raise_user_errors(seqio, settings, words):
   with pytest.raises(ValueError, match=words):
     next(an_input(**settings).make_iterator())

@@ -16,7 +16,7 @@ from tests.drawn_weights import draw_variables
 
 
 def reference_outputs(job, model, variables, dataset):
-  """Returns (tokens, log-probability of the tokens, score of the targets) of each example."""
+  """Returns the tokens, their log-probabilities, and the scores of the targets of all examples."""
   rows = [features for _, features in dataset.as_numpy_iterator()]
   features = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
   forward = jax.jit(lambda batch: job.task.predict(model.true_variables(variables), batch)['logits'])
@@ -56,8 +56,8 @@ def reference_outputs(job, model, variables, dataset):
     pytest.param('PrefixSums', 'PrefixLMFeatureConverter', marks=pytest.mark.exhaustive),
   ],
 )
-def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter, tmp_path):
-  import seqio  # and with it TensorFlow: 12 s, which only the process of this test pays
+def test_metrics_equal_seqios_evaluator(name, converter, tmp_path):
+  import seqio  # imports TensorFlow, which takes 12 s
 
   from tests.bridges.t5x.judged_sums import LENGTHS
 
@@ -86,7 +86,7 @@ def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter,
     assert found['infer_judged_sums']['sums_right'] == 0.0
 
 
-def test_sets_whose_rows_are_not_the_examples_judge_nothing():
+def test_only_sets_with_one_row_per_example_have_metrics():
   job = resolve('tests.bridges.t5x.judged_sums.Sums').build()
   assert job.train_input.judge is None
   assert sorted(job.eval_inputs) == ['infer_judged_sums', 'infer_judged_texts']
@@ -101,7 +101,7 @@ def test_sets_whose_rows_are_not_the_examples_judge_nothing():
 )
 def test_examples_are_prompts_of_each_architecture(name, ids, max_tokens):
   prompts = resolve(f'tests.bridges.t5x.judged_sums.{name}').build().decode_inputs['judged_texts'].read()
-  assert [(each.id, each.prompt) for each in prompts[:2]] == [(0, '90+6'), (1, '91+0')]
+  assert [(prompt.id, prompt.prompt) for prompt in prompts[:2]] == [(0, '90+6'), (1, '91+0')]
   assert (prompts[0].prompt_ids, prompts[0].max_tokens) == (ids, max_tokens)
 
 
@@ -112,8 +112,8 @@ def test_texts_are_prompts_of_each_architecture(tmp_path):
   text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b'90+6']))
   tokens = tf.train.Feature(int64_list=tf.train.Int64List(value=[60, 1]))
   with tf.io.TFRecordWriter(str(tmp_path / 'b.tfrecord-00000-of-00001')) as writer:
-    for each in (text, tokens):
-      writer.write(tf.train.Example(features=tf.train.Features(feature={'inputs': each})).SerializeToString())
+    for feature in (text, tokens):
+      writer.write(tf.train.Example(features=tf.train.Features(feature={'inputs': feature})).SerializeToString())
   for name, ids in (('Sums', None), ('PrefixSums', (0, 60, 51, 46, 57, 1))):
     resolved = resolve(f'tests.bridges.t5x.judged_sums.{name}')
     tokenizer = resolved.build().tokenizer
@@ -121,8 +121,8 @@ def test_texts_are_prompts_of_each_architecture(tmp_path):
       resolved.experiment.prompts_of_file(str(tmp_path / file), tokenizer).read()
       for file in ('a.txt', 'b.tfrecord-00000-of-00001')
     )
-    assert [each.prompt for each in of_text] == ['90+6', '91+0']
-    assert [each.prompt for each in of_examples] == ['90+6', None]
+    assert [prompt.prompt for prompt in of_text] == ['90+6', '91+0']
+    assert [prompt.prompt for prompt in of_examples] == ['90+6', None]
     assert (of_text[0].prompt_ids, of_examples[0].prompt_ids, of_examples[1].prompt_ids) == (ids, ids, (60, 1))
   (tmp_path / 'c.tfrecord').write_bytes(b'no record')
   with pytest.raises(ValueError, match=r'c\.tfrecord holds no prompts'):

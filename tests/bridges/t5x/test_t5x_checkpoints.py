@@ -1,4 +1,4 @@
-"""Checkpoints of T5X in and out: what T5X wrote, byte for byte, and what goes out comes back in."""
+"""Exports checkpoints byte for byte as T5X, and reads them again."""
 
 import filecmp
 import types
@@ -84,7 +84,7 @@ def tree(flat):
 
 
 def state_of(shapes, rng, **settings):
-  """A state of step 20, all of its numbers drawn."""
+  """Returns a state of step 20 with random numbers."""
 
   def drawn(leaf):
     return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
@@ -102,8 +102,8 @@ def without_numbers(path):
 
 
 @pytest.mark.parametrize('name, shapes', [('moe', MOE), ('decoder_only', DECODER_ONLY)])
-def test_a_checkpoint_has_the_names_shapes_and_places_of_one_of_t5x(name, shapes, rng, tmp_path, request):
-  """The whole msgpack file of T5X's own `checkpoint_20`: what is in it, and chunks and compression of what is not."""
+def test_a_checkpoint_has_the_msgpack_file_of_t5x(name, shapes, rng, tmp_path, request):
+  """Compares names, shapes, and the chunks and compression of arrays outside of the file with a checkpoint of T5X."""
   state = state_of(shapes, rng)
   path = write_state(tmp_path, state, layout_of(state, Adafactor.as_t5x(learning_rate=0.1)))
   expected = request.config.rootpath / 'tests' / 'data' / 't5x' / f'{name}.checkpoint'
@@ -111,30 +111,30 @@ def test_a_checkpoint_has_the_names_shapes_and_places_of_one_of_t5x(name, shapes
 
 
 def test_an_array_is_written_byte_for_byte(tmp_path, request):
-  given = request.config.rootpath / 'tests' / 'data' / 't5x' / 'target.decoder.decoder_norm.scale'
+  original = request.config.rootpath / 'tests' / 'data' / 't5x' / 'target.decoder.decoder_norm.scale'
   import tensorstore as ts
 
-  store = ts.open({'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{given}/'}}, open=True).result()
+  store = ts.open({'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{original}/'}}, open=True).result()
   values = store.read().result()
   path = write_checkpoint(tmp_path, 20, {'target/decoder/decoder_norm/scale': values}, ())
-  same, _, _ = filecmp.cmpfiles(given, path / given.name, ['.zarray', '0'], shallow=False)
+  same, _, _ = filecmp.cmpfiles(original, path / original.name, ['.zarray', '0'], shallow=False)
   assert same == ['.zarray', '0']
   with pytest.raises(UserError, match='checkpoint_20 exists'):
     write_checkpoint(tmp_path, 20, {'target/decoder/decoder_norm/scale': values}, ())
 
 
-def test_arrays_of_bfloat16_are_read(tmp_path):
+def test_bfloat16_arrays_are_read(tmp_path):
   values = np.arange(12, dtype=jnp.bfloat16).reshape(3, 4)
   path = write_checkpoint(tmp_path, 5, {'target/kernel': values}, ())
   for _ in range(2):
-    found = open_checkpoint(path).arrays['target/kernel']
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(found), values)
+    arrays = open_checkpoint(path).arrays['target/kernel']
+    assert arrays.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(arrays), values)
     (path / 'target.kernel' / '.zarray').unlink(missing_ok=True)  # as in T5X's own test data
 
 
 class Model:
-  """What T5xOrigin needs of a PartitionedModel, on one device."""
+  """The part of a PartitionedModel that T5xOrigin needs, on one device."""
 
   def __init__(self, state):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -159,7 +159,7 @@ class Model:
     (SCANNED, Layout(heads_apart=True), {'heads_apart': True}),
   ],
 )
-def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
+def test_exported_states_are_restored(shapes, layout, settings, rng, tmp_path):
   state = state_of(shapes, rng, **settings)
   assert layout_of(state, Adafactor.as_t5x(learning_rate=0.1, **settings)) == layout
   checkpoint = open_checkpoint(write_state(tmp_path, state, layout))
@@ -170,24 +170,25 @@ def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   flat = traverse_util.flatten_dict(state.weights, sep='/')
   for name, array in flat.items():
     np.testing.assert_array_equal(weights[name], array, err_msg=name)
-  variables, step, place = origin.weights(model, lambda state: state.variables)  # to evaluate or decode
+  variables, step, place = origin.weights(model, lambda state: state.variables)  # for eval and decode jobs
   assert (step, place) == (20, str(checkpoint.path))
   jax.tree.map(np.testing.assert_array_equal, variables['params'], state.weights)
   moments = origin._lazy_moments(model, checkpoint, read)
-  wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
+  moments = moments_of(state.learner.opt_state, flat)
+  wanted = [moment for by_weight in moments.values() for moment in by_weight.values()]
   assert len(moments) == len(wanted) > len(flat)
   for place, array in wanted:
     np.testing.assert_array_equal(np.asarray(moments[place]), array, err_msg=place)
-  found = {name: array.shape for name, array in checkpoint.arrays.items()}
-  if layout.heads_apart:  # as `scalable_t5` without a scan
-    assert found['target/decoder/layers_1/self_attention/out/kernel'] == (H, K, D)
-    assert found['state/param_states/decoder/layers_1/self_attention/out/kernel/v_col'] == (H, K)
-    assert found['state/param_states/decoder/layers_1/mlp/wo/kernel/v'] == (F, D)
-  if layout.scanned:  # T5X's own shapes of scanned attention, in dim 1
-    assert found['target/decoder/decoder/self_attention/out/kernel'] == (H, 3, K, D)
-    assert found['state/param_states/decoder/decoder/self_attention/out/kernel/v_col'] == (H, 3, K)
-    assert found['state/param_states/decoder/decoder/self_attention/out/kernel/v_row'] == (3, D)
-    assert found['state/param_states/encoder/encoder/relpos_bias/rel_embedding/v'] == (H, 3, N)
+  arrays = {name: array.shape for name, array in checkpoint.arrays.items()}
+  if layout.heads_apart:  # like `scalable_t5` without a scan
+    assert arrays['target/decoder/layers_1/self_attention/out/kernel'] == (H, K, D)
+    assert arrays['state/param_states/decoder/layers_1/self_attention/out/kernel/v_col'] == (H, K)
+    assert arrays['state/param_states/decoder/layers_1/mlp/wo/kernel/v'] == (F, D)
+  if layout.scanned:  # layers are in dim 1
+    assert arrays['target/decoder/decoder/self_attention/out/kernel'] == (H, 3, K, D)
+    assert arrays['state/param_states/decoder/decoder/self_attention/out/kernel/v_col'] == (H, 3, K)
+    assert arrays['state/param_states/decoder/decoder/self_attention/out/kernel/v_row'] == (3, D)
+    assert arrays['state/param_states/encoder/encoder/relpos_bias/rel_embedding/v'] == (H, 3, N)
 
 
 def test_parts_are_restored_by_assignment_maps(rng, tmp_path):
@@ -221,7 +222,7 @@ def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
     origin._lazy_moments(other, checkpoint, layout)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
   with pytest.raises(UserError, match='does not exist'):
     open_checkpoint(tmp_path / 'nothing')
   with pytest.raises(UserError, match='has no checkpoint of T5X'):
@@ -240,7 +241,7 @@ def refused_when_opened_or_read(path):
 
 
 @pytest.mark.parametrize('content', ['', '{', '[]', '{"shape": [3, 4]}', None])
-def test_an_array_with_a_damaged_description_is_refused(content, tmp_path):
+def test_arrays_with_damaged_metadata_are_refused(content, tmp_path):
   path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
   file = path / 'target.kernel' / '.zarray'
   file.write_text(content if content is not None else file.read_text().replace('<f4', '<f5'))
@@ -260,7 +261,7 @@ def test_an_array_with_a_damaged_description_is_refused(content, tmp_path):
   ],
   ids=str,
 )
-def test_a_damaged_place_of_an_array_is_refused(leaf, tmp_path):
+def test_damaged_paths_of_arrays_are_refused(leaf, tmp_path):
   path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
   (path / 'target.kernel' / '.zarray').unlink()
   contents = {'version': 3, 'optimizer': {'target': {'kernel': leaf}}}
@@ -268,7 +269,7 @@ def test_a_damaged_place_of_an_array_is_refused(leaf, tmp_path):
   refused_when_opened_or_read(path)
 
 
-def test_a_chunk_that_is_cut_is_refused_when_it_is_read(tmp_path):
+def test_truncated_chunks_are_refused_when_they_are_read(tmp_path):
   path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
   chunk = path / 'target.kernel' / '0.0'
   chunk.write_bytes(chunk.read_bytes()[:7])

@@ -33,7 +33,7 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope='module')
 def directory(tmp_path_factory):
-  """A case of T5X's network of prefixes."""
+  """Returns the directory of a case with a prefix language model of T5X."""
   directory, arrays = tmp_path_factory.mktemp('case'), t5x_networks.case('prefix')
   weights = {name.removeprefix('weights/'): x for name, x in arrays.items() if name.startswith('weights/')}
   batch = {name: x for name, x in arrays.items() if name.startswith('decoder_')}
@@ -56,19 +56,19 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_gradients(monkeypatch):
-  """The script changes attention for its whole process, which other tests share."""
+  """Restores attention, which the script changes for the whole process."""
   monkeypatch.setattr(t5x_compare, 'pass_gradients_as_t5x', lambda: None)
 
 
 def compare(directory, capsys):
-  """(exit code, the last line, what is said before) of a run on one device."""
+  """Runs the script on one device; returns its exit code, the last line, and the output before."""
   code = t5x_compare.main([str(directory), '--num_devices', '1'])
   *said, last = capsys.readouterr().out.splitlines()
   return code, json.loads(last), '\n'.join(said)
 
 
 def change(directory, tmp_path, name, factor):
-  """A copy of the case with other weights of that name."""
+  """Copies the case with other weights of a name."""
   for path in directory.iterdir():
     (tmp_path / path.name).write_bytes(path.read_bytes())
   with np.load(directory / f'{name}.npz') as weights:
@@ -77,19 +77,19 @@ def change(directory, tmp_path, name, factor):
 
 
 def test_a_case_holds(directory, capsys):
-  code, found, _ = compare(directory, capsys)
+  code, errors, _ = compare(directory, capsys)
   assert code == 0
-  assert max(found[name] for name in ('logits', 'steps', 'losses', 'final_weights')) <= 1e-5
+  assert max(errors[name] for name in ('logits', 'steps', 'losses', 'final_weights')) <= 1e-5
 
 
-def test_where_rounding_decides_all_weights_steps_are_compared(directory, tmp_path, capsys, monkeypatch):
-  """Weights that one ulp would move by more than the difference, after training and after one step of it."""
+def test_steps_are_compared_if_rounding_decides_the_weights(directory, tmp_path, capsys, monkeypatch):
+  """If one ulp changes the final weights more than the difference, earlier steps are compared."""
   undetermined = lambda self, differences, spread: [name for name in differences if 'loss' not in name]
   monkeypatch.setattr(t5x_compare.Comparison, 'undetermined', undetermined)
-  code, found, said = compare(change(directory, tmp_path, 'final_weights', 1.01), capsys)
-  assert (code, found['final_weights']) == (0, None)
-  assert max(found['steps'], found['losses']) <= 1e-5
+  code, errors, said = compare(change(directory, tmp_path, 'final_weights', 1.01), capsys)
+  assert (code, errors['final_weights']) == (0, None)
+  assert max(errors['steps'], errors['losses']) <= 1e-5
   assert 'float32 determines none of the' in said
-  code, found, _ = compare(change(directory, tmp_path, 'weights_step_1', 1.01), capsys)
+  code, errors, _ = compare(change(directory, tmp_path, 'weights_step_1', 1.01), capsys)
   assert code == 1
-  assert found['steps'] == pytest.approx(0.01, rel=0.01)
+  assert errors['steps'] == pytest.approx(0.01, rel=0.01)
