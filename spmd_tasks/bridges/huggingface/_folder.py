@@ -62,10 +62,10 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
   file = path / CONFIG_FILE
   values = read_config(file, "give the folder of a model in Hugging Face's format")
   is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
-  if is_text_part:
-    values = _text_part(values, file, accept_config_keys)
-  family, architecture = _family_of(values, file, accept_config_keys)
   try:
+    if is_text_part:
+      values = _text_part(values, file, accept_config_keys)
+    family, architecture = _family_of(values, file, accept_config_keys)
     decoder = family.read(Config(values | {'architectures': [architecture]}, str(file), accept_config_keys))
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
     if isinstance(error, UserError):
@@ -105,16 +105,13 @@ def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str])
 
 def _text_part(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> dict[str, Any]:
   """Returns the config of the text model from the config of a multimodal model."""
-  text = values.get('text_config')
-  if not isinstance(text, dict) or text.get('model_type') != _TEXT_TYPE:
-    raise UserError(f'{file} has no text_config of type {_TEXT_TYPE!r}: download it again.')
   Config(values, str(file), accepted).finish(_WRAPPER_KEYS)
   shared = {
     key: value
     for key, value in values.items()
     if value is not None and key != 'model_type' and (is_inert(key) or key == 'tie_word_embeddings')
   }
-  return text | shared | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
+  return values['text_config'] | shared | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -57,6 +57,13 @@ _KNOWN_KEYS = {
   *('target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
   *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
 }
+_TYPES = {
+  'rank_pattern': dict,
+  'alpha_pattern': dict,
+  'target_parameters': list,
+  'use_rslora': bool,
+  'use_dora': bool,
+}
 # Values of `init_lora_weights` with which `peft` does not change the base when it loads the adapter. With pissa, olora,
 # corda, loftq and lora_ga, it does.
 _PLAIN_INITS = (True, False, None, 'gaussian', 'orthogonal', 'eva', 'mica')
@@ -212,18 +219,12 @@ def _read_config(file: Path) -> dict[str, Any]:
       'merge them with PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and use '
       'that folder as the model.'
     )
+  for key, kind in _TYPES.items():
+    if not isinstance(config.get(key), kind | None):
+      raise UserError(f'{file} has {key} = {config[key]!r:.60}, which must be of type {kind.__name__}.')
   numbers = {key: config.get(key) or 0 for key in ('r', 'lora_alpha', 'lora_dropout')}
   for name in ('rank_pattern', 'alpha_pattern'):
-    patterns = config.get(name) or {}
-    if not isinstance(patterns, dict):
-      raise UserError(f'{file} has {name} = {patterns!r:.60}, which must be an object of numbers by pattern.')
-    numbers |= {f'{name} {pattern!r}': value for pattern, value in patterns.items()}
-  targets = config.get('target_parameters') or []
-  if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-    raise UserError(f'{file} has target_parameters = {targets!r:.60}, which must be a list of names.')
-  for key in ('use_rslora', 'use_dora'):
-    if not isinstance(config.get(key), bool | None):
-      raise UserError(f'{file} has {key} = {config[key]!r:.60}, which must be true or false.')
+    numbers |= {f'{name} {pattern!r}': value for pattern, value in (config.get(name) or {}).items()}
   for key, value in numbers.items():
     if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
       raise UserError(f'{file} has {key:.80} = {value!r:.60}, which must be a number from 0 to {_MAX_NUMBER:,}.')

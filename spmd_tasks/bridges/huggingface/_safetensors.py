@@ -109,10 +109,10 @@ def read_file(path: Path) -> dict[str, LazyArray]:
       safetensors.safe_open(path, 'np')  # checks shapes, dtypes, offsets and the file's size
       (length,) = struct.unpack('<Q', file.read(8))
       entries = json.loads(file.read(length))
-  except PermissionError as error:
-    raise UserError(f'{path} cannot be read ({error.strerror}): make it readable for this user.') from error
   except (OSError, ValueError, safetensors.SafetensorError) as error:
-    raise UserError(f'{path} is not a complete safetensors file ({error}): download it again.') from error
+    raise UserError(
+      f'{path} cannot be read or is not a complete safetensors file ({error}): make it readable, or download it again.'
+    ) from error
   entries.pop('__metadata__', None)
   tensors = {}
   for name, entry in entries.items():

@@ -25,6 +25,7 @@ from praxis import base_hyperparams, py_utils
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.inputs import Batch, InputIterator, State
+from spmd_tasks.inputs.base import check_state
 
 _END = object()  # marks the end of an input
 
@@ -153,11 +154,7 @@ class PaxInputIterator(InputIterator):
 
     Raises a UserError if another kind of input or another number of processes saved the state.
     """
-    if state.get('shard_count') != self._shard_count or 'num_batches' not in state:
-      raise UserError(
-        f'the saved state {state} is not from a Pax input with {self._shard_count} process(es): use the input and the '
-        'number of processes that saved it, or start a new job.'
-      )
+    check_state(state, {'shard_count': self._shard_count})
     self._input, self._count = self._make(), state['num_batches']
     name = type(self._input).__name__
     if 'own_state' in state:

@@ -30,7 +30,7 @@ def start(flags: argparse.Namespace) -> int | None:
     raise UserError(f'--{"translate" if flags.translate else "gin.NAME"} requires a gin file: add --gin_file FILE.')
   if (flags.exp and flags.exp not in files) or flags.config:
     raise UserError('--gin_file and --exp or --config are both set: use one of them.')
-  setup = read_setup(files, [_binding(text) for text in flags.gin], flags.gin_search_paths)
+  setup = read_setup(files, flags.gin, flags.gin_search_paths)
   translation = translate(setup)
   _use_model_dir(translation, files, flags)
   if flags.translate:
@@ -68,14 +68,6 @@ def _allow_modules(modules: Sequence[str], flags: argparse.Namespace) -> None:
     flags.experiment_path = flags.experiment_path + ['.']
 
 
-def _binding(text: str) -> str:
-  """Converts `NAME=VALUE` of --gin.NAME=VALUE to a line of gin."""
-  name, equals, value = text.partition('=')
-  if not equals:
-    raise UserError(f'--gin.{text} has no value: write --gin.NAME=VALUE, with strings in quotes within quotes.')
-  return f'{name} = {value}'
-
-
 def _use_model_dir(translation: Translation, files: list[str], flags: argparse.Namespace) -> None:
   """Makes a training run continue from T5X's checkpoints in its MODEL_DIR, or write to a MODEL_DIR without any."""
   if translation.mode != 'train' or translation.model_dir is None:
@@ -103,6 +95,7 @@ def _write_source(translation: Translation, target: str, files: list[str]) -> in
   name = ''.join(part.title() for part in re.split(r'\W|_', path.stem) if part)
   if not name.isidentifier():
     raise UserError(f'--translate {target} must have a name that a class can have, such as my_setup.py.')
+
   if not is_remote(path) and not path.parent.is_dir():
     raise UserError(f'--translate {target} is in {path.parent}, which does not exist: create it, or use another file.')
   with storage_errors(path):

@@ -322,9 +322,9 @@ def test_unsupported_adapters_are_refused(reference, tmp_path):
     ('peft_type', 'IA3', "peft_type = 'IA3'.*must be 'LORA'"),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     ('lora_alpha', 'x', "lora_alpha = 'x'.*number"),
-    ('use_rslora', 'false', "use_rslora = 'false'.*true or false"),
+    ('use_rslora', 'false', "use_rslora = 'false'.*bool"),
     ('rank_pattern', {'q_proj' * 999: 1}, 'name the modules'),
-    ('target_parameters', 5, 'list of names'),
+    ('target_parameters', 5, 'type list'),
     ('r', 77, 'rank 77'),
     *(('init_lora_weights', init, f'{init}.*changes the base.*merge_and_unload') for init in CHANGING_INITS),
   ]
