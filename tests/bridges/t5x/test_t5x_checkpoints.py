@@ -174,11 +174,12 @@ def test_exported_states_are_restored(shapes, layout, settings, rng, tmp_path):
   assert (step, place) == (20, str(checkpoint.path))
   jax.tree.map(np.testing.assert_array_equal, variables['params'], state.weights)
   moments = origin._lazy_moments(model, checkpoint, read)
-  moments = moments_of(state.learner.opt_state, flat)
-  wanted = [moment for by_weight in moments.values() for moment in by_weight.values()]
-  assert len(moments) == len(wanted) > len(flat)
-  for place, array in wanted:
-    np.testing.assert_array_equal(np.asarray(moments[place]), array, err_msg=place)
+  expected = [
+    moment for by_weight in moments_of(state.learner.opt_state, flat).values() for moment in by_weight.values()
+  ]
+  assert len(moments) == len(expected) > len(flat)
+  for name, array in expected:
+    np.testing.assert_array_equal(np.asarray(moments[name]), array, err_msg=name)
   arrays = {name: array.shape for name, array in checkpoint.arrays.items()}
   if layout.heads_apart:  # like `scalable_t5` without a scan
     assert arrays['target/decoder/layers_1/self_attention/out/kernel'] == (H, K, D)
