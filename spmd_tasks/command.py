@@ -23,19 +23,26 @@ import jax
 
 from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.config import resolve, to_json
+from spmd_tasks.config.changes import refuse_changed_config
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.resolution import Prepare, ResolvedConfig
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
 from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.comparison import code_digests, fields_to_compare, process_environment, refuse_differences
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
+from spmd_tasks.distributed.rendezvous import report_absence
 from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.extensions import prepare_job
 from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
+from spmd_tasks.programs.compiled_programs import programs_directory
 from spmd_tasks.programs.goodput import process_start_time, since_epoch
 from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime.origin import Base
+from spmd_tasks.store_files import mirror
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +126,6 @@ class Command:
           f'{path} does not exist, so there is no job to continue: correct --job_log_dir, or start a job with --exp '
           'NAME (--list shows the registered names).'
         )
-    from spmd_tasks.config.from_saved import from_json
-    from spmd_tasks.config.saved_config import read_saved_config
 
     return from_json(read_saved_config(path), overrides, flags.experiment_path, prepare)
 
@@ -133,8 +138,6 @@ class Command:
 
     def connect(experiment: Experiment) -> None:
       if not jax.distributed.is_initialized() and initialize(self._distributed_settings(experiment)):
-        from spmd_tasks.distributed.comparison import process_environment
-
         if not is_primary():
           silence()
         emergency.watch_peers()
@@ -148,8 +151,6 @@ class Command:
         resolved = self.resolve(prepare=connect)
       except Exception as error:
         if (settings := self._distributed_settings()).is_explicit:
-          from spmd_tasks.distributed.rendezvous import report_absence
-
           report_absence(settings, str(error))
         raise
       directory = self._directory(resolved.experiment, stack)
@@ -157,23 +158,17 @@ class Command:
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
       if jax.distributed.is_initialized():
-        from spmd_tasks.distributed.comparison import code_digests, fields_to_compare
-
         self._compare('code', code_digests(), must_have_all=False)
         self._compare('config', fields_to_compare(config, is_saved=self.flags.exp is None))
       job = prepare_job(resolved.build(), self.mode, directory)
       if not self.flags.accept_config_changes:
         refuse_lost_config(directory)
       if has_trained(directory) and not self.flags.accept_config_changes:
-        from spmd_tasks.config.changes import refuse_changed_config
-
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
       begun = process_start_time() if self.called is None else since_epoch(self.called)
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=begun)
 
   def _compare(self, topic: str, values: Mapping[str, Any], **options: Any) -> None:
-    from spmd_tasks.distributed.comparison import refuse_differences
-
     refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **options)
 
   def _set_compilation_cache(self, directory: epath.Path) -> None:
@@ -186,16 +181,12 @@ class Command:
     if path is None and self.flags.job_log_dir and jax.default_backend() != 'cpu':
       # Process 0 decides for all: if only some processes read a cached program, the others would compile alone.
       def decide() -> str:
-        from spmd_tasks.programs.compiled_programs import programs_directory
-
         return '' if getattr(jax.config, setting) else os.fspath(programs_directory(directory) or '')
 
       cache = primary_decides(decide, 'compiled programs', limit_s=LOOK_LIMIT_S)
       path = epath.Path(cache) if cache and not getattr(jax.config, setting) else None
     if path is not None:
       if is_remote(path):
-        from spmd_tasks.store_files import mirror
-
         path = mirror(path)
       elif path.exists() and not path.is_dir():
         raise UserError(f'--compilation_cache {path} is not a directory: give another path, or none.')

@@ -24,7 +24,9 @@ from typing import IO
 
 from etils import epath
 
+from spmd_tasks import append_objects, stores
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.storage_problems import describe_storage_error
 
 
 class StorageError(JobError):
@@ -39,9 +41,7 @@ def is_remote(path: epath.PathLike) -> bool:
 def absolute_path(path: epath.PathLike) -> epath.Path:
   """Returns a path from the command line as an absolute path, with `~` expanded. Raises a UserError for a bad URL."""
   if re.match(r'[A-Za-z][\w+.-]*://|(gs|s3):', os.fspath(path)):
-    from spmd_tasks.stores import check_store
-
-    check_store(path)
+    stores.check_store(path)
     return epath.Path(os.fspath(path).rstrip('/'))
   with storage_errors('the current directory'):
     expanded = os.path.expanduser(path)
@@ -92,8 +92,6 @@ def make_directory(path: epath.Path) -> None:
 def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
   """Returns the paths below a directory that match a pattern, sorted. `epath` would take the directory as a pattern."""
   if is_remote(directory):
-    from spmd_tasks import stores
-
     return [epath.Path(url) for url in stores.glob_below(directory, pattern)]
   return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
@@ -101,9 +99,7 @@ def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
 def sync_path(path: epath.Path) -> None:
   """Flushes a local file or directory to the disk; in a store, writes all appended data."""
   if is_remote(path):
-    from spmd_tasks.append_objects import flush
-
-    flush()
+    append_objects.flush()
     return
   descriptor = os.open(path, os.O_RDONLY)
   try:
@@ -116,8 +112,6 @@ def write_durably(path: epath.Path, content: str | bytes, *, survives_power_fail
   """Replaces the content of a file atomically; text is encoded as UTF-8."""
   data = content.encode() if isinstance(content, str) else content
   if is_remote(path):
-    from spmd_tasks import stores
-
     stores.write(path, data)
     return
   _refuse_way_out(path.parent)
@@ -143,8 +137,6 @@ def append(path: epath.Path, data: bytes) -> None:
   In a store the file is kept in parts, which are written about a second later (append_objects.py).
   """
   if is_remote(path):
-    from spmd_tasks import append_objects
-
     append_objects.append(path, data)
     return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
@@ -169,9 +161,7 @@ def open_bytes(path: epath.PathLike) -> Iterator[IO[bytes]]:
 def read_bytes(path: epath.PathLike) -> bytes:
   """Reads a whole file. Raises an OSError, as `open_bytes`."""
   if is_remote(path):
-    from spmd_tasks.stores import read
-
-    return read(path)
+    return stores.read(path)
   with open_bytes(path) as file:
     return file.read()
 
@@ -189,8 +179,6 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
   except JobError:
     raise
   except Exception as error:
-    from spmd_tasks.storage_problems import describe_storage_error
-
     problem = describe_storage_error(error, path)
     if problem is None:
       raise

@@ -1,4 +1,4 @@
-"""Describes errors of the storage and their remedies; imported only when there is one."""
+"""Describes errors of the storage and their remedies."""
 
 import contextlib
 import errno
@@ -6,6 +6,8 @@ import os
 import re
 
 from etils import epath
+
+from spmd_tasks.stores import describe_store_error
 
 _REMEDIES = {
   errno.ENOSPC: 'free space there',
@@ -37,8 +39,6 @@ def describe_storage_error(error: BaseException, path: epath.PathLike) -> tuple[
   """
   system_error, is_store = _system_error(error), '://' in os.fspath(path)
   if system_error is None and is_store:
-    from spmd_tasks.stores import describe_store_error
-
     return describe_store_error(error, path)
   if system_error is None or (system_error[0] not in _REMEDIES and not isinstance(error, OSError)):
     return None

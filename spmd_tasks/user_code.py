@@ -1,4 +1,4 @@
-"""Describes errors of an experiment's own code, rather than of libraries and this package; imported when one occurs."""
+"""Describes errors of an experiment's own code, rather than of libraries and this package."""
 
 import ast
 from collections.abc import Iterable

@@ -28,8 +28,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from spmd_tasks import extensions
+from spmd_tasks.config.listing import unknown_sentence, with_other_part
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_by_entry_point
+from spmd_tasks.user_code import place_of_error
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
 
@@ -141,8 +143,6 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
     except (ImportError, ValueError):
       spec = None
     if spec is None:
-      from spmd_tasks.config.listing import with_other_part
-
       raise _unknown(name, with_other_part(name, end - 1))
     if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
@@ -170,8 +170,6 @@ def import_module(name: str, module_name: str) -> ModuleType:
         extensions.call(kind.before_import, module_name)
     return importlib.import_module(module_name)
   except Exception as error:
-    from spmd_tasks.user_code import place_of_error
-
     remedy = 'install what is missing, or correct' if isinstance(error, ModuleNotFoundError) else 'correct'
     raise UserError(
       f'experiment {name} cannot be loaded: importing {module_name} fails with {type(error).__name__}: {error} '
@@ -200,8 +198,6 @@ def _experiment_names(module: ModuleType) -> list[str]:
 
 
 def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
-  from spmd_tasks.config.listing import unknown_sentence
-
   return UnknownExperimentError(unknown_sentence(name, near, _registry))
 
 

@@ -27,6 +27,7 @@ import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
+from spmd_tasks.distributed.shutdown import ExitNotices, leave_after
 from spmd_tasks.streams import escape
 
 if TYPE_CHECKING:
@@ -75,8 +76,6 @@ class EmergencyExit:
 
     Otherwise they would wait until JAX aborts them after its heartbeat timeout.
     """
-    from spmd_tasks.distributed.shutdown import ExitNotices
-
     self._notices = ExitNotices(coordination(), leave=self.leave, within=_within)
     threading.Thread(target=self._notices.watch, name='exit-notices', daemon=True).start()
 
@@ -121,8 +120,6 @@ class EmergencyExit:
       yield
     except BaseException as error:
       if jax.distributed.is_initialized():
-        from spmd_tasks.distributed.shutdown import leave_after
-
         leave_after(error, self.leave, self._notices)
       raise
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
+from spmd_tasks.layers.attention._qk_clip import clip_logits
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import WithSublayers, current_layer_scope, declare_weight, dropout
@@ -227,8 +228,6 @@ class Attention(WithSublayers, kw_only=True):
     if self.qk_clip is not None and options.bias is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
     if self.qk_clip is not None and earlier is None:
-      from spmd_tasks.layers.attention._qk_clip import clip_logits
-
       clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     layout = self.query_activation_split_dims
