@@ -1,4 +1,4 @@
-"""Models that are no language models: images, batch normalization, a Flax module, several losses."""
+"""Models other than language models: images, batch normalization, a Flax module, several losses."""
 
 from clu import metrics as clu_metrics
 import flax
@@ -6,17 +6,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pax_lab import dense_lm
 from paxml import base_experiment, base_metrics, learners, tasks_lib
 from praxis import base_model, layers, optimizers, pax_fiddle, py_utils, schedules
 from praxis.layers import flax_adapter
-
-from pax_lab import dense_lm
 
 NestedMap = py_utils.NestedMap
 
 
 class Images(dense_lm.NumberedInput):
-  """Small images in four classes, by the place of a bright spot."""
+  """Small images in four classes, by the position of a bright spot."""
 
   seed: int = 0
 
@@ -73,7 +72,7 @@ class Classifier(base_experiment.BaseExperiment):
 
 
 class Averaged(Classifier):
-  """Evaluates averages of the weights and of what batch normalization keeps."""
+  """Evaluates averages of the weights and of the statistics of batch normalization."""
 
   def task(self):
     task = super().task()
@@ -83,7 +82,7 @@ class Averaged(Classifier):
 
 
 class Bfloat16(Averaged):
-  """Computes in bfloat16, batch normalization too."""
+  """Computes in bfloat16, including batch normalization."""
 
   def task(self):
     task = super().task()
@@ -92,7 +91,7 @@ class Bfloat16(Averaged):
 
 
 class PerceptronModel(base_model.BaseModel):
-  """Two layers with batch normalization and dropout between them; two losses, of which one is differentiated."""
+  """Two layers with batch normalization and dropout between them, and two losses, one of which is trained."""
 
   def setup(self):
     self.create_child('first', pax_fiddle.Config(layers.FeedForward, input_dims=192, output_dims=16))
@@ -131,7 +130,7 @@ class Perplexity(clu_metrics.Average):
 
 
 class CluMetricsModel(PerceptronModel):
-  """Returns metrics of clu in the place of weighted scalars."""
+  """Returns clu metrics in place of weighted scalars."""
 
   def compute_loss(self, predictions, input_batch):
     xent = -jnp.sum(jax.nn.log_softmax(predictions) * input_batch.label_probs, -1)
@@ -144,14 +143,14 @@ class CluMetricsModel(PerceptronModel):
 
 
 class CluMetrics(Perceptron):
-  """Metrics of clu."""
+  """A model with clu metrics."""
 
   def model(self):
     return pax_fiddle.Config(CluMetricsModel, name='perceptron')
 
 
 class FlaxNetwork(nn.Module):
-  """A module of Flax with variables beside its parameters, and dropout."""
+  """A Flax module with non-trainable variables and dropout."""
 
   @nn.compact
   def __call__(self, images, train=False):
@@ -176,7 +175,7 @@ class FlaxModel(base_model.BaseModel):
 
 
 class Flax(Classifier):
-  """A Flax module by Praxis' adapter."""
+  """A Flax module in Praxis's adapter."""
 
   LOSS_NAME = 'loss'
 

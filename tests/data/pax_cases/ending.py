@@ -1,4 +1,4 @@
-"""Jobs that a function of the task ends early, and experiments without a training dataset."""
+"""Experiments with an early_stopping_fn, and experiments without a training dataset."""
 
 import json
 
@@ -8,7 +8,7 @@ from pax_cases import transformers
 
 
 class StopsAt(base_hyperparams.FiddleBaseParameterizable):
-  """Stops at a step, or where an eval is good enough; writes down what it is asked beside the checkpoints."""
+  """Stops at a step or at a target of an eval; records its arguments beside the checkpoints."""
 
   last_step: int = 1000
   target_log_pplx: float = 0.0
@@ -28,7 +28,7 @@ class StopsAt(base_hyperparams.FiddleBaseParameterizable):
 
 
 class UntilTarget(transformers.SmallLm):
-  """Ends at step 4, whose eval is the first that is good enough."""
+  """Ends at step 4, whose eval is the first to reach the target."""
 
   NUM_TRAIN_STEPS = 7
   EVAL_INTERVAL_STEPS = 2
@@ -47,7 +47,7 @@ class UntilStep(UntilTarget):
 
 
 class ToTheEnd(UntilTarget):
-  """Never asked to end: its last step is between two evals."""
+  """Trains to the end; the last step is between two evals."""
 
   STOP = {}
 

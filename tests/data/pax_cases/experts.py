@@ -1,14 +1,13 @@
-"""Mixtures of experts of Praxis: gating, dims that the mesh does not divide, dropout, bfloat16."""
+"""Mixtures of experts of Praxis: gating, uneven dims, dropout, bfloat16."""
 
 import jax.numpy as jnp
-from praxis import pax_fiddle
-from paxml.tasks.lm import model_params
-
 from pax_lab import moe_lm
+from paxml.tasks.lm import model_params
+from praxis import pax_fiddle
 
 
 class SmallMoe(moe_lm.MoeLm):
-  """The base of the cases: MoeLm of 6 steps on four devices."""
+  """The base class of the cases: MoeLm with 6 steps on four devices."""
 
   MODEL_DIMS = 16
   HIDDEN_DIMS = 24
@@ -28,11 +27,11 @@ class SmallMoe(moe_lm.MoeLm):
     return task
 
   def change(self, task, stack):
-    """Changes anything else."""
+    """Changes other settings."""
 
 
 class UnevenExperts(SmallMoe):
-  """Three experts and 25 features on axes of two."""
+  """Three experts and 25 features on mesh axes of size 2."""
 
   NUM_EXPERTS = 3
   HIDDEN_DIMS = 25
@@ -41,7 +40,7 @@ class UnevenExperts(SmallMoe):
 
 
 class NoisyMoe(SmallMoe):
-  """Second expert by chance, dropout, bfloat16, gated activations."""
+  """Random second expert, dropout, bfloat16, gated activations."""
 
   FPROP_DTYPE = jnp.bfloat16
 
@@ -62,7 +61,7 @@ class ExpertChoice(SmallMoe):
 
 
 class MoeEverySecond(SmallMoe):
-  """Four layers, not scanned, experts in the second and the fourth; Adam with averages."""
+  """Four layers without a scan, with experts in the second and the fourth; Adam with averages."""
 
   NUM_LAYERS = 4
   USE_REPEATED_LAYER = False

@@ -1,17 +1,17 @@
-"""Inputs: shards per host, a state of their own, few rows, evals of several kinds."""
+"""Inputs with shards per host, a state, few rows, and evals of several kinds."""
 
 import json
 
 import jax
+from pax_lab import dense_lm
 from paxml.tasks.lm.params import lm_cloud
 from praxis import pax_fiddle
 
 from pax_cases import transformers
-from pax_lab import dense_lm
 
 
 class Sharded(dense_lm.NumberedInput):
-  """Each host makes its own rows of a global batch that does not depend on the number of hosts; it has a state."""
+  """An input with a state; each host creates its rows of a global batch that is independent of the number of hosts."""
 
   seq_len: int = 16
   vocab_size: int = 40
@@ -29,7 +29,7 @@ class Sharded(dense_lm.NumberedInput):
 
 
 class Hosts(transformers.Dropout):
-  """Eight rows over all processes, shared out by JAX's own numbers as Pax users do; resumed by the input's state."""
+  """Eight rows distributed over processes by JAX's process index; resumed from the input's state."""
 
   NUM_TRAIN_STEPS = 6
 
@@ -49,7 +49,7 @@ class Hosts(transformers.Dropout):
 
 
 class FewRows(transformers.SmallLm):
-  """Three rows on four devices; evals by one batch without a reset, by two, and to the end."""
+  """Three rows on four devices; evals of one batch without a reset, of two batches, and of all."""
 
   BATCH_SIZE = 3
   EVAL_INTERVAL_STEPS = 3
@@ -65,7 +65,7 @@ class FewRows(transformers.SmallLm):
 
 
 class Remainder(dense_lm.ToyLmInput):
-  """Its last batch has half of the rows."""
+  """An input whose last batch has half of the rows."""
 
   def get_next(self):
     batch = super().get_next()
@@ -73,7 +73,7 @@ class Remainder(dense_lm.ToyLmInput):
 
 
 class LastRows(transformers.SmallLm):
-  """An eval to the end of a dataset, which keeps the remainder."""
+  """An eval of a whole dataset, including the remainder."""
 
   EVAL_INTERVAL_STEPS = 3
 
@@ -83,7 +83,7 @@ class LastRows(transformers.SmallLm):
 
 
 class Cloud(lm_cloud.LmCloudSpmdTest):
-  """Paxml's own experiment for a test on a CPU, scaled down further; its input is Lingvo's."""
+  """Paxml's experiment for CPU tests, scaled down further; its input is Lingvo's."""
 
   PERCORE_BATCH_SIZE = 2
   MAX_SEQ_LEN = 16

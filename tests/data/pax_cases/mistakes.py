@@ -1,4 +1,4 @@
-"""Experiments with a mistake of their author's, each in one place: `AT` names it."""
+"""Experiments with one mistake each; `AT` names the method that has it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from praxis import base_hyperparams, base_input, base_layer, base_model, optimiz
 
 
 class Rows(base_input.BaseInput):
-  """Random rows with their sums; `fails` names the method that does."""
+  """Random rows with their sums; `fails` names the method that raises."""
 
   fails: str = ''
 
@@ -24,7 +24,7 @@ class Rows(base_input.BaseInput):
 
 
 class Regression(base_model.BaseModel):
-  """One product; `fails` names the method that does."""
+  """One product; `fails` names the method that raises."""
 
   fails: str = ''
 
@@ -48,14 +48,14 @@ class Regression(base_model.BaseModel):
 
 
 class Stops(base_hyperparams.FiddleBaseParameterizable):
-  """Reads a metric that there is not."""
+  """Reads a metric that does not exist."""
 
   def __call__(self, metrics, *others):
     return metrics['train/nothing'] < 0
 
 
 class Right(base_experiment.BaseExperiment):
-  """Without a mistake until it processes what it decodes."""
+  """Has no mistake except in process_decode_out."""
 
   AT = ''
 
@@ -113,7 +113,7 @@ class NoTask(base_experiment.BaseExperiment):
 
 
 def __getattr__(name):
-  """Returns the experiment with its mistake at `name`, whose dots are double underscores."""
+  """Returns the experiment with a mistake at `name`, in which double underscores stand for dots."""
   if name.startswith('__'):
     raise AttributeError(name)
   return type(name, (Right,), {'AT': name.replace('__', '.'), '__module__': __name__, '__doc__': name})

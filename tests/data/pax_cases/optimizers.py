@@ -1,8 +1,7 @@
 """Learners: optimizers, schedules, clipping, skipping, decay, averages, accumulation, frozen weights."""
 
 import optax
-from paxml import learners
-from paxml import sgf
+from paxml import learners, sgf
 from praxis import optimizers as opt
 from praxis import pax_fiddle, schedules
 
@@ -10,7 +9,7 @@ from pax_cases import transformers
 
 
 class Learned(transformers.SmallLm):
-  """The base of these cases: the `OPTIMIZER` is Adam with a constant rate, clipped, or another one."""
+  """The base class of the cases; the default `OPTIMIZER` is Adam with a constant rate and clipping."""
 
   LEARNING_RATE = 1e-2
   OPTIMIZER = dict(cls=opt.Adam, beta1=0.9, beta2=0.99, clip_gradient_norm_to_value=1.0)
@@ -27,21 +26,21 @@ class Learned(transformers.SmallLm):
 
 
 class ShardedAdafactor(Learned):
-  """As the largest models of Pax use it: factored, no momentum, decay by power, weight decay."""
+  """Adafactor as in the largest Pax models: factored, no momentum, power decay, weight decay."""
 
   OPTIMIZER = dict(cls=opt.ShardedAdafactor, decay_method='pow', decay_pow=0.8, weight_decay=1e-3)
   OPTIMIZER |= dict(min_dim_size_to_factor=4, multiply_by_parameter_scale=True, per_var_learning_summary=True)
 
 
 class AdafactorInt8(Learned):
-  """Momentum in int8, and weight decay by name."""
+  """Momentum in int8, and weight decay by names of weights."""
 
   OPTIMIZER = dict(cls=opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, beta1=0.9, quantized_dtype='int8')
   OPTIMIZER |= dict(weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0}, layerwise_adaptation=True)
 
 
 class Sgd(Learned):
-  """Momentum with Nesterov, an L2 regularizer, each gradient clipped by its own norm."""
+  """Nesterov momentum, an L2 regularizer, and clipping of each gradient by its norm."""
 
   OPTIMIZER = dict(cls=opt.ShardedSgd, momentum=0.9, nesterov=True)
   OPTIMIZER |= dict(l2_regularizer_weight=1e-2, clip_gradient_single_norm_to_value=0.3)
@@ -58,7 +57,7 @@ class Decoupled(Learned):
 
 
 class AccumulatedAverages(Learned):
-  """Applies Adafactor to the sum of every two batches' gradients; evals by averaged weights."""
+  """Adafactor on the sum of the gradients of two batches, and evals of averaged weights."""
 
   EVAL_INTERVAL_STEPS = 3
 
@@ -71,7 +70,7 @@ class AccumulatedAverages(Learned):
 
 
 class Frozen(Learned):
-  """Only the feed-forward layers are trained; the rest has no optimizer state."""
+  """Trains only the feed-forward layers; other weights have no optimizer state."""
 
   def change(self, task, lm):
     super().change(task, lm)
@@ -79,7 +78,7 @@ class Frozen(Learned):
 
 
 class Skipping(Learned):
-  """Steps with a gradient norm above 1 are skipped: some of them."""
+  """Skips steps with a gradient norm above 1; some steps have one."""
 
   def change(self, task, lm):
     task.train.learner.optimizer = self.optimizer(clip_gradient_norm_to_value=0.0)
@@ -101,7 +100,7 @@ class TwoOptimizers(Learned):
 
 
 class Optax(Learned):
-  """A transformation of optax, with the average of Praxis."""
+  """An optax transformation with Praxis's averages."""
 
   def change(self, task, lm):
     task.train.learner.optimizer = self.configured(

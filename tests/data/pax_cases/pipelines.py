@@ -1,4 +1,4 @@
-"""Pipelines of Praxis, on meshes with an axis of stages."""
+"""Pipelines of Praxis, on meshes with a stage axis."""
 
 import jax.numpy as jnp
 from paxml.tasks.lm import model_params
@@ -36,11 +36,11 @@ class Pipelined(model_params.TransformerLmSpmdPipelineAdafactor):
     return task
 
   def change(self, task):
-    """Changes anything else."""
+    """Changes other settings."""
 
 
 class PipelinedStreams(Pipelined):
-  """Inputs and outputs streamed through the stages, dropout, microbatches by their size."""
+  """Inputs and outputs streamed through the stages, dropout, and a microbatch size."""
 
   STREAM_IO = True
   NUM_MICROBATCHES = None
@@ -49,14 +49,14 @@ class PipelinedStreams(Pipelined):
 
 
 class PipelinedBroadcast(Pipelined):
-  """Padding and positions go from stage to stage; bfloat16."""
+  """Passes padding and positions from stage to stage, in bfloat16."""
 
   PIPELINE_BROADCAST_INPUTS = True
   FPROP_DTYPE = jnp.bfloat16
 
 
 class Circular(Pipelined):
-  """Two stages that every microbatch passes twice."""
+  """Two stages through which every microbatch passes twice."""
 
   NUM_LAYERS = 4
   CIRCULAR_REPEAT = 2

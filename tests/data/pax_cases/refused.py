@@ -1,4 +1,4 @@
-"""Experiments that cannot run: as Paxml 1.4.0 cannot on today's JAX, beside pipelines.Circular, or for a mistake."""
+"""Experiments that are not supported or have a mistake."""
 
 from paxml import base_task
 from praxis import pax_fiddle, py_utils
@@ -7,7 +7,7 @@ from pax_cases import transformers
 
 
 class OwnTask(base_task.BaseTask):
-  """A task that is no SingleTask."""
+  """A task that is not a SingleTask."""
 
 
 class WithOwnTask(transformers.SmallLm):
@@ -18,7 +18,7 @@ class WithOwnTask(transformers.SmallLm):
 
 
 class UnknownAxis(transformers.SmallLm):
-  """Inputs are split along an axis that the mesh does not have."""
+  """Shards inputs over an axis that the mesh does not have."""
 
   def change(self, task, lm):
     task.train.inputs_split_mapping = py_utils.NestedMap(map_1d=(('replica', 'dat'),))

@@ -1,4 +1,4 @@
-"""The other experiments that come with Paxml, made small: BERT, slices of chips, pipelines of C4, ResNet on ImageNet."""
+"""Paxml's other experiments, scaled down: BERT, slices of chips, pipelines of C4, ResNet on ImageNet."""
 
 import jax.numpy as jnp
 from paxml.tasks.lm.params import bert, c4, c4_multislice
@@ -9,7 +9,7 @@ from pax_cases import classifiers, transformers
 
 
 class Small:
-  """Sizes and an input."""
+  """Small sizes and an input."""
 
   PERCORE_BATCH_SIZE = 2
   MAX_SEQ_LEN = 16
@@ -35,7 +35,7 @@ class Small:
 
 
 class Masked(Small):
-  """Masks are drawn, as the input has none."""
+  """Random masks, because the input has none."""
 
   def task(self):
     task = super().task()
@@ -44,14 +44,14 @@ class Masked(Small):
 
 
 class Bert(Masked, bert.BertSpmdL4H128):
-  """Masked tokens, in evals too, a cap of logits, Adafactor."""
+  """Masked tokens, also in evals, capped logits, Adafactor."""
 
   NUM_LAYERS = 1
   MESH_SHAPE = [1, 2, 2]
 
 
 class TwoSlices(Small, c4_multislice.C4Spmd22BAdam2xv4_128):
-  """Two slices, over the data center's network, of two chips."""
+  """Two slices of two chips, connected by the data center network."""
 
   ICI_MESH_SHAPE = [1, 2, 1]
 
@@ -66,7 +66,7 @@ class C4Pipeline(Small, c4.C4SpmdPipelineGpt3SmallAdam8Replicas):
 
 
 class ImageNet(imagenet_resnets.ResNet50Pjit):
-  """Its learner, schedule and splits; images of 8 x 8 pixels."""
+  """ResNet's learner, schedule and splits, on images of 8 x 8 pixels."""
 
   MESH_SHAPE = [1, 4, 1]
   datasets = classifiers.Classifier.datasets

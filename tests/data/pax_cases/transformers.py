@@ -1,12 +1,11 @@
-"""Attention, positions, dropout, dtypes and the other settings of a dense language model, on a mesh 1 x 2 x 2."""
+"""Attention, positions, dropout, dtypes and other settings of a dense language model, on a mesh 1 x 2 x 2."""
 
 import jax.numpy as jnp
-
 from pax_lab import dense_lm
 
 
 class SmallLm(dense_lm.DenseLm):
-  """The base of the cases: 2 repeated layers."""
+  """The base class of the cases, with 2 repeated layers."""
 
   BATCH_SIZE = 8
   SEQ_LEN = 16
@@ -27,14 +26,14 @@ class SmallLm(dense_lm.DenseLm):
     return task
 
   def change_layer(self, layer):
-    """Changes the template of a layer."""
+    """Changes the layer template."""
 
   def change(self, task, lm):
-    """Changes anything else."""
+    """Changes other settings."""
 
 
 class Dropout(SmallLm):
-  """Every dropout that a transformer has; evaluated without it."""
+  """All kinds of dropout of a transformer, which evals do not have."""
 
   EVAL_INTERVAL_STEPS = 3
 
@@ -56,7 +55,7 @@ class Bfloat16Dropout(Dropout):
 
 
 class Unscanned(SmallLm):
-  """Three layers with weights of their own, remat by dots."""
+  """Three unrolled layers with remat that saves dots."""
 
   def change(self, task, lm):
     block = lm.stacked_transformer_tpl.block
@@ -65,7 +64,7 @@ class Unscanned(SmallLm):
 
 
 class VariationalNoise(SmallLm):
-  """Noise on the weights of the feed-forward layers from step 2 on."""
+  """Variational noise on the weights of the feed-forward layers from step 2 on."""
 
   def change(self, task, lm):
     task.vn.vn_scale = 0.05

@@ -1,16 +1,15 @@
-"""Jobs that take parts of other jobs' checkpoints by init_from_checkpoint_rules."""
+"""Experiments that load parts of checkpoints with init_from_checkpoint_rules."""
 
 import os
 
-from paxml import tasks_lib
-
 from pax_lab import dense_lm
+from paxml import tasks_lib
 
 OTHER = os.environ.get('OTHER_JOB', '/jobs/other')
 
 
 class SomeWeights(dense_lm.DenseLmEma):
-  """Averages for the softmax, raw weights for the layers but for their biases, nothing else; nothing is learned."""
+  """Loads averages of the softmax, and the layers' weights except biases; the learning rate is 0."""
 
   LEARNING_RATE = 0.0
   RULES = dict(
@@ -28,7 +27,7 @@ class SomeWeights(dense_lm.DenseLmEma):
 
 
 class Everything(SomeWeights):
-  """All variables, the optimizer's state and the step."""
+  """Loads all variables, the optimizer state and the step."""
 
   RULES = dict(load_rules=[tasks_lib.LOAD_ALL], load_opt_states=True, load_step=True)
 
@@ -40,6 +39,6 @@ class Misspelled(SomeWeights):
 
 
 class Missing(SomeWeights):
-  """A source that the checkpoint does not hold."""
+  """A source that the checkpoint does not have."""
 
   RULES = dict(load_rules=[('params/lm/softmax/(.*)', 'params/encoder/{}')])

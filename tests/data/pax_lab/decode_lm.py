@@ -7,7 +7,7 @@ from pax_lab import dense_lm
 
 
 class ToyPrompts(dense_lm.ToyLmInput):
-  """Prompts of 1 to `seq_len` tokens, each with a text as its name; the last row of a batch counts for nothing."""
+  """Prompts of 1 to `seq_len` tokens, named by a string each; the last row of a batch has weight 0."""
 
   def get_next(self):
     batch = super().get_next()
@@ -27,7 +27,7 @@ class ToyPrompts(dense_lm.ToyLmInput):
 
 
 class DecodeLm(dense_lm.DenseLmEma):
-  """Two batches of a dataset that ends, and one of a dataset that does not."""
+  """Decodes two batches of a finite dataset, and one of an infinite dataset."""
 
   DECODER = 'GreedyDecoderHParams'
 

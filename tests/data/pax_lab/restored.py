@@ -1,18 +1,17 @@
-"""DenseLmEma with the batch on which the real Paxml evaluated its checkpoint, as an eval set."""
+"""DenseLmEma with an eval set of the batch on which Paxml evaluated its checkpoint."""
 
 import pathlib
 
 import numpy as np
+from praxis import base_input, pax_fiddle, py_utils
+
 from pax_lab import dense_lm
-from praxis import base_input
-from praxis import pax_fiddle
-from praxis import py_utils
 
 BATCH = pathlib.Path(__file__).parents[1] / 'paxml_1_4_0' / 'batch.npz'
 
 
 class OneBatch(base_input.BaseInput):
-  """The batch of the file, again and again."""
+  """Repeats the batch of the file."""
 
   def get_next(self):
     with np.load(BATCH) as batch:
