@@ -55,7 +55,7 @@ class Layers:
     return self.layers[0].dtype
 
 
-class _DictLayerValues(dict):
+class _DictOfLayers(dict):
   """A dict of weights whose layers have the key path of their weight, because Layers add no entry to it."""
 
 
@@ -65,7 +65,7 @@ def _flatten_layers(node: Layers) -> Any:
   return [(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node.layers)], node.weight
 
 
-def _flatten_dict(node: _DictLayerValues) -> Any:
+def _flatten_dict(node: _DictOfLayers) -> Any:
   keys = sorted(node)
   counts = tuple((len(node[k].layers), node[k].weight) if isinstance(node[k], Layers) else None for k in keys)
   children = [
@@ -76,9 +76,9 @@ def _flatten_dict(node: _DictLayerValues) -> Any:
   return children, (tuple(keys), counts)
 
 
-def _unflatten_dict(aux: Any, children: Any) -> _DictLayerValues:
+def _unflatten_dict(aux: Any, children: Any) -> _DictOfLayers:
   rest = iter(children)
-  return _DictLayerValues(
+  return _DictOfLayers(
     (k, next(rest) if count is None else Layers([next(rest) for _ in range(count[0])], count[1]))
     for k, count in zip(*aux)
   )
@@ -87,7 +87,7 @@ def _unflatten_dict(aux: Any, children: Any) -> _DictLayerValues:
 jax.tree_util.register_pytree_with_keys(
   Layers, _flatten_layers, lambda weight, layers: Layers(layers, weight), lambda node: (node.layers, node.weight)
 )
-jax.tree_util.register_pytree_with_keys(_DictLayerValues, _flatten_dict, _unflatten_dict)
+jax.tree_util.register_pytree_with_keys(_DictOfLayers, _flatten_dict, _unflatten_dict)
 
 
 def _is_layers(node: Any) -> bool:
@@ -189,12 +189,12 @@ def _join(layered: Any, values: list[Any], stacks: Sequence[_Stack]) -> Any:
 
 
 def _with_paths(tree: Any) -> Any:
-  """Converts dicts to _DictLayerValues, in which layers have the key path of their weight."""
-  return _DictLayerValues((k, _with_paths(v)) for k, v in tree.items()) if isinstance(tree, dict) else tree
+  """Converts dicts to _DictOfLayers, in which layers have the key path of their weight."""
+  return _DictOfLayers((k, _with_paths(v)) for k, v in tree.items()) if isinstance(tree, dict) else tree
 
 
 def _without_paths(tree: Any) -> Any:
-  is_dict = lambda node: isinstance(node, _DictLayerValues)
+  is_dict = lambda node: isinstance(node, _DictOfLayers)
   return jax.tree.map(
     lambda node: {k: _without_paths(v) for k, v in node.items()} if is_dict(node) else node,
     tree,
@@ -207,7 +207,7 @@ def _trace(functions: Sequence[Any], stacks: Any, arguments: Sequence[Any], name
 
   Labels and masks of a transformation select weights either in a tree of dicts, in which Layers may be a leaf or a
   subtree; or by key paths, to which Layers add an entry. If this entry changes the traced program for one layer, traces
-  again with _DictLayerValues, in which key paths are right and nodes are not dicts.
+  again with _DictOfLayers, in which key paths are right and nodes are not dicts.
   """
 
   def trace(weights: Any) -> list[_Program]:
@@ -259,7 +259,7 @@ class _Program:
   Attributes:
     jaxpr: the jaxpr from the leaves of the inputs to the leaves of the outputs.
     raw_outputs: the shapes of the outputs.
-    outputs: the same tree with plain dicts instead of _DictLayerValues.
+    outputs: the same tree with plain dicts instead of _DictOfLayers.
   """
 
   def __init__(self, function: Callable[..., Any], trees: Sequence[Any]):

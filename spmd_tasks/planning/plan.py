@@ -32,7 +32,7 @@ from spmd_tasks.planning.time import predict_time
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
-from spmd_tasks.runtime.tpu_options import refused_option
+from spmd_tasks.runtime.tpu_options import invalid_option_error
 from spmd_tasks.sharding import AxisRules
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
@@ -427,7 +427,7 @@ def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -
     except jax.errors.JaxRuntimeError as error:
       made = read_refusal(str(error))
       if made is None:
-        raise refused_option(error) or error from error.__cause__
+        raise invalid_option_error(error) or error from error.__cause__
   compiled = time.perf_counter()
   note('needs more memory than there is' if isinstance(made, OutOfMemory) else 'done', f'{compiled - start:.0f} s')
   return made, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}

@@ -23,8 +23,15 @@ from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
-from spmd_tasks.runtime.metric_files import read_places
-from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries
+from spmd_tasks.runtime.metrics import (
+  METRICS_FILE,
+  Metric,
+  MultiWriter,
+  finish_metrics,
+  make_writer,
+  read_places,
+  split_summaries,
+)
 from spmd_tasks.runtime.partition import EvaluationStep
 
 BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`

@@ -45,8 +45,7 @@ from spmd_tasks.replay.statistics import (
   gradient_state,
 )
 from spmd_tasks.runtime import Task
-from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics
+from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics, read_jsonl
 from spmd_tasks.runtime.origin import saved_part
 from spmd_tasks.sharding.weights import leaves_by_name
 

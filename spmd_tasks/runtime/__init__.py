@@ -5,11 +5,10 @@
     state = model.init(seed=0)                                                  # a sharded, padded TrainState
     state, metrics = model.train_step(state, model.train_step.place(batch))     # compiled by the first call
 
-Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
-`partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
-the hosts to the mesh), `compilation.py` and `dequantized.py` (what quantized weights stand for). What a job
-reports is made by `metrics.py` (files of metrics), `parameter_table.py` (also what memory cannot hold) and `flops.py`.
-`decode_settings.py` holds what a task says about generating text, `origin.py` where a new job's weights are from.
+Start with `task.py` (model, loss, learner, TrainState, and the pure train and eval step), `partition.py` (the same
+steps over a mesh, padded at the step boundary), `input_layout.py` (batches from hosts to the mesh) and
+`compilation.py`. Then read `decode_settings.py` (settings of text generation), `origin.py` (the source of a new job's
+weights), and the modules for reports: `metrics.py` (metric files), `parameter_table.py` and `flops.py`.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

@@ -1,4 +1,4 @@
-"""Compiles steps once (CompiledStep), and counts what XLA compiles (CompilationCounter)."""
+"""Compiles steps once (CompiledStep), and counts XLA compilations (CompilationCounter)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,41 +11,42 @@ import jax
 from spmd_tasks.activity import doing
 from spmd_tasks.errors import naming_own_code
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
-from spmd_tasks.runtime.tpu_options import refused_option, tpu_options
+from spmd_tasks.runtime.tpu_options import invalid_option_error, tpu_options
 
-# JAX (0.10 to 0.12) reports this event each time that a program is missing from its caches in memory. Reading the
-# program back from a persistent compilation cache counts too, since the step waits for that as well.
+# JAX (0.10 to 0.12) reports this event whenever a program is not in its in-memory caches. Reading a program from a
+# persistent compilation cache counts too, because the step waits for it as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 
-# The pass of XLA for CPUs that cuts what a loop over elements computes into parts, for several threads of one device.
+# The pass of XLA for CPUs that splits elementwise loops over several threads of one device.
 _DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
 
 
-def compiler_options(devices: Iterable[jax.Device], of_tpus: Mapping[str, str] | None = None) -> dict[str, str] | None:
-  """Returns the compiler's options for a training step on devices of one kind; without devices, none.
+def compiler_options(
+  devices: Iterable[jax.Device], experiment_tpu_options: Mapping[str, str] | None = None
+) -> dict[str, str] | None:
+  """Returns compiler options for a train step on devices of one kind; None without devices.
 
-  Those of the experiment, `of_tpus`, win over the others, and what LIBTPU_INIT_ARGS (XLA_FLAGS for CPUs) names is left
-  to it. CPU devices with no more than one core each compute all on one thread: to wake a second gains nothing there.
+  The experiment's options override the defaults. Options that LIBTPU_INIT_ARGS (XLA_FLAGS for CPUs) sets are left out.
+  On CPUs with at most one core per device, each device computes on one thread, because a second one gains nothing.
   """
   devices = list(devices)
   if not devices or devices[0].platform not in ('cpu', 'tpu'):
     return None
   device = devices[0]
-  if device.platform == 'cpu':
-    num_devices = sum(other.process_index == device.process_index for other in devices)
-    is_given = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
-    return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
-
-  return tpu_options(device.device_kind, of_tpus or {})
+  if device.platform == 'tpu':
+    return tpu_options(device.device_kind, experiment_tpu_options or {})
+  num_devices = sum(other.process_index == device.process_index for other in devices)
+  is_set = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
+  return None if is_set or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
 
 
 class CompiledStep:
-  """A step function compiled for one input layout, on its first call or by `compile()`.
+  """A step function that is compiled for one input layout, on its first call or by `compile()`.
 
   Attributes:
-    layout: how the step's batch lies on the mesh.
+    layout: the layout of the step's batch on the mesh.
     place: `layout.place`, which puts this process's rows of a batch on the mesh.
-    trace_seconds, compile_seconds: how long tracing and compiling took; 0 before.
+    trace_seconds, compile_seconds: how long tracing and compiling took; 0 before they are done.
   """
 
   def __init__(self, jitted: Any, abstract_arguments: tuple[Any, ...], layout: InputLayout):
@@ -62,9 +63,9 @@ class CompiledStep:
     return self._jitted.lower(*self._abstract_arguments)
 
   def start_compiling(self) -> None:
-    """Lowers the program, and starts to compile it in a thread, for which `compile` waits; once.
+    """Lowers the program, and compiles it in a thread that `compile` waits for. Later calls do nothing.
 
-    To lower in the thread too would save nothing: Python runs one thread at a time.
+    Lowering in the thread too would not save time, because Python runs one thread at a time.
     """
     if self._compiled is not None or self._compiling is not None:
       return
@@ -74,7 +75,7 @@ class CompiledStep:
     thread.shutdown(wait=False)
 
   def compile(self) -> Any:
-    """Returns the compiled program (jax.stages.Compiled), made by the first call."""
+    """Returns the compiled program (jax.stages.Compiled), which the first call compiles."""
     if self._compiling is not None:
       self._compiling.result()
     elif self._compiled is None:
@@ -82,7 +83,7 @@ class CompiledStep:
     return self._compiled
 
   def trace(self) -> None:
-    """Lowers the program now, once. Raises a UserError if the experiment's own code fails."""
+    """Lowers the program, once. Raises a UserError if the experiment's own code fails."""
     if self._lowered is not None or self._compiled is not None:
       return
     start = time.perf_counter()
@@ -97,7 +98,7 @@ class CompiledStep:
       try:
         self._compiled, self._lowered = self._lowered.compile(), None
       except jax.errors.JaxRuntimeError as error:
-        raise refused_option(error) or error from error.__cause__
+        raise invalid_option_error(error) or error from error.__cause__
     self.compile_seconds = time.perf_counter() - start
 
   def __call__(self, *arguments: Any) -> Any:
@@ -108,7 +109,7 @@ Step = TypeVar('Step', bound=CompiledStep)
 
 
 class StepsByShape(Generic[Step]):
-  """The steps of one function, one for each shape of batch: a second caller with the same shapes gets the same step."""
+  """Caches the steps of one function by the shapes of their batches."""
 
   def __init__(self, make: Callable[[InputSpec], Step]):
     self._make = make
@@ -123,9 +124,9 @@ class StepsByShape(Generic[Step]):
 
 
 class CompilationCounter:
-  """Counts the programs that this process compiles, on every thread, between entering and leaving the context.
+  """Counts the programs that this process compiles on any thread inside the context.
 
-  Counters may nest and overlap. A counter that is entered again goes on counting.
+  Counters may nest and overlap. A counter that is entered again continues to count.
   """
 
   def __init__(self):
@@ -133,7 +134,7 @@ class CompilationCounter:
 
   @property
   def num_programs(self) -> int:
-    """The number of programs that were compiled so far."""
+    """The number of programs compiled so far."""
     return len(self._seconds)
 
   def __enter__(self) -> Self:
@@ -144,6 +145,6 @@ class CompilationCounter:
     jax.monitoring.unregister_event_duration_listener(self._listen)
 
   def _listen(self, event: str, duration_secs: float, **metadata: str | int) -> None:
-    # Compilations end on many threads; list.append is atomic where `count += 1` is not.
+    # Compilations end on many threads; list.append is atomic, `count += 1` is not.
     if event == _BACKEND_COMPILE_EVENT:
       self._seconds.append(duration_secs)

@@ -1,9 +1,9 @@
-"""Counts the model FLOPs of a step in its jaxpr, and knows the devices' peak FLOP/s: both give the utilisation (MFU).
+"""Counts the model FLOPs of a step in its jaxpr, and knows devices' peak FLOP/s, for model FLOPs utilization (MFU).
 
     mfu = model_flops_per_train_step(...) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
 
-Model FLOPs are the FLOPs that the mathematics needs, whatever the implementation does: the convention of PaLM
-(Chowdhery et al. 2022, appendix B). Rematerialisation, padding and elementwise work are not counted.
+Model FLOPs are the FLOPs that the mathematics needs, whatever the implementation does, as in PaLM (Chowdhery et al.
+2022, appendix B). Rematerialization, padding and elementwise operations do not count.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +22,8 @@ from spmd_tasks.runtime.task import BaseTask, Variables
 from spmd_tasks.sharding.quantized import dequantized_spec
 from spmd_tasks.sharding.weights import is_quantized
 
-# Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
-# A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
+# Dense bfloat16 peaks per jax.Device, from the vendors' data sheets; the first name in the device kind applies. A
+# jax.Device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
 _PEAK_BF16_FLOPS = (
   ('TPU v2', 22.5e12),
   ('TPU v3', 61.5e12),
@@ -49,13 +49,13 @@ _PEAK_BF16_FLOPS = (
 
 
 def peak_flops_per_device(device_kind: str) -> float | None:
-  """Returns the dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None for unknown devices and CPUs."""
-  # Whole words: the name A100 must not be found in an RTX A1000.
+  """Returns the dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None for CPUs and unknown devices."""
+  # Match whole words: an RTX A1000 is not an A100.
   return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
 
 
 def peak_steps_per_second(model: PartitionedModel) -> float | None:
-  """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
+  """Returns the steps per second at an MFU of 1; None for unknown devices."""
   if (peak := peak_flops_per_device(jax.devices()[0].device_kind)) is None:
     return None
   variables = model.abstract_state.variables
@@ -71,9 +71,9 @@ def model_flops_per_train_step(
 ) -> int:
   """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times the FLOPs of the forward pass.
 
-  Attention counts in full, masked or not, an embedding lookup nothing, and a mixture of experts only the experts that a
-  token chose. The products for gradients of frozen weights of `weight_specs` are left out. What `task.prepare_batch`
-  computes counts once, because it has no backward pass.
+  Attention counts in full, masked or not; embedding lookups do not count; of a mixture of experts only the selected
+  experts count. Products for gradients of weights that `weight_specs` freezes do not count. `task.prepare_batch` counts
+  once, because it has no backward pass.
   """
 
   def backward(trained, variables, batch, rng):
@@ -87,9 +87,9 @@ def model_flops_per_train_step(
   with layer_scope(plain_products=True):
     flops = 3 * count_matmul_flops(task.training_loss, *arguments)
     flops -= 2 * count_matmul_flops(task.prepare_batch, abstract_variables, dict(batch_spec))
-    if weight_specs is not None and are_frozen(weight_specs):  # quantized kernels count as if held in float32
-      numbers = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
-      weights = jax.tree.map(numbers, abstract_variables['params'], is_leaf=is_quantized)
+    if weight_specs is not None and are_frozen(weight_specs):  # quantized kernels count as float32
+      dequantized = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
+      weights = jax.tree.map(dequantized, abstract_variables['params'], is_leaf=is_quantized)
       weight_specs = jax.tree.map(dequantized_spec, weight_specs, is_leaf=is_quantized)
       arguments = (abstract_variables | {'params': weights}, *arguments[1:])
       trained = without_frozen(weights, weight_specs)
@@ -100,9 +100,9 @@ def model_flops_per_train_step(
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
   """Counts the FLOPs of the matrix products and convolutions of `fn`, two per multiply-add; `fn` is only traced.
 
-  A scan counts every iteration, a `cond` its most expensive branch, a `shard_map` its body once per device of its
+  A `scan` counts every iteration, a `cond` its most expensive branch, and a `shard_map` its body once per device of its
   manual axes. A `while` counts its body once, because its trip count is unknown. A ragged (grouped) product counts each
-  row once, whatever its group. Hand-written kernels (Pallas, cuDNN) count nothing.
+  row once, whatever its group. Hand-written kernels (Pallas, cuDNN) do not count.
   """
   return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
 
@@ -120,7 +120,7 @@ def _equation_flops(equation: JaxprEqn) -> int:
       numbers = params['ragged_dot_dimension_numbers']
       return _product_flops(equation, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
     case 'conv_general_dilated':
-      # Every output element is a sum over the kernel's window and over its input features, which are a group's.
+      # Every output element is a sum over the kernel's window and over the input features of one group.
       kernel = _shape(equation.invars[1])
       num_out_features = kernel[params['dimension_numbers'].rhs_spec[0]]
       return 2 * math.prod(_shape(equation.outvars[0])) * (math.prod(kernel) // num_out_features)
@@ -138,11 +138,11 @@ def _equation_flops(equation: JaxprEqn) -> int:
 
 
 def _product_flops(equation: JaxprEqn, numbers: Any, rhs_group_dims: tuple[int, ...] = ()) -> int:
-  """Counts 2 * batch * M * K * N: every element of the left side meets every free index of the right side."""
+  """Counts 2 * batch * M * K * N: each element of the left side is multiplied once per free index of the right side."""
   (_, rhs_contracting), (_, rhs_batch) = numbers
   lhs, rhs = map(_shape, equation.invars[:2])
-  taken = {*rhs_contracting, *rhs_batch, *rhs_group_dims}
-  return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in taken)
+  other_dims = {*rhs_contracting, *rhs_batch, *rhs_group_dims}
+  return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in other_dims)
 
 
 def _shape(operand: Any) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ def _shape(operand: Any) -> tuple[int, ...]:
 
 
 def _inner_flops(params: Mapping[str, Any]) -> int:
-  """Counts the jaxprs in the parameters of a call-like equation: jit, remat, custom_vjp, while, ..., under any key."""
+  """Counts all jaxprs in the parameters of an equation, such as jit, remat, custom_vjp and while."""
   return sum(_jaxpr_flops(jaxpr) for value in params.values() for jaxpr in _jaxprs_in(value))
 
 

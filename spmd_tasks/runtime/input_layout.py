@@ -1,4 +1,4 @@
-"""Places batches on the mesh: rows of the hosts become global arrays, which a step then splits by rank."""
+"""Places batches on the mesh: rows of hosts become global arrays, which a step then shards by rank."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -23,16 +23,16 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputLayout:
-  """The layout of batches of one element spec on the mesh.
+  """The layout on the mesh of batches with one element spec.
 
-  Process i of n stores rows [i R, (i+1) R) of the global batch, R = B/n rounded up, on its own devices. Zero rows
-  follow, so that all devices divide the batch dim; a step selects the true rows again, in their order.
+  Process i of n stores rows [i R, (i+1) R) of the global batch on its own devices, with R = B/n rounded up. Zero rows
+  follow, so that the batch dim is divisible by the number of devices; a step selects the true rows again, in order.
 
   Attributes:
-    spec: true global shapes, B rows.
-    padded: shapes on the mesh, with the zero rows, and their NamedShardings.
+    spec: true global shapes, with B rows.
+    padded: padded shapes on the mesh, with zero rows, and their NamedShardings.
     split_specs: the PartitionSpec of each input inside a step, by its rank, over axes that divide its true shape; None
-      keeps the layout of the mesh.
+      keeps the sharding of `padded`.
     row_positions: batch size -> the position of each true row in the padded array, int [B].
   """
 
@@ -44,34 +44,38 @@ class InputLayout:
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Makes global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
 
-    Raises a UserError if it does not have the names, shapes or dtypes of the spec.
+    Raises a UserError if the batch does not have the names, shapes or dtypes of the spec.
     """
     if not isinstance(batch, Mapping):
       raise UserError(f'the batch is a {type(batch).__name__}: it must be a dict of arrays by name.')
     if batch.keys() != self.spec.keys():
-      raise UserError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
-    return {name: self._place_one(name, np.asarray(rows)) for name, rows in batch.items()}
+      raise UserError(
+        f'the batch has {sorted(batch)} but the step was compiled for {sorted(self.spec)}: element_spec() and the '
+        'iterator must agree.'
+      )
+    return {name: self._place_array(name, np.asarray(rows)) for name, rows in batch.items()}
 
   def own_rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns this process's rows of a whole batch."""
     own = lambda rows: rows[_rows_of(jax.process_index(), len(rows))] if rows.ndim else rows
     return {name: own(rows) for name, rows in batch.items()}
 
-  def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
+  def _place_array(self, name: str, rows: np.ndarray) -> jax.Array:
     true, padded = self.spec[name], self.padded[name]
     num_rows = len(range(true.shape[0])[_rows_of(jax.process_index(), true.shape[0])]) if true.shape else 0
-    local = (num_rows, *true.shape[1:]) if true.shape else ()
-    if rows.dtype != true.dtype and np.can_cast(rows.dtype, true.dtype, 'same_kind'):  # numpy's own int64 and float64
+    local_shape = (num_rows, *true.shape[1:]) if true.shape else ()
+    if rows.dtype != true.dtype and np.can_cast(rows.dtype, true.dtype, 'same_kind'):  # numpy's default 64-bit dtypes
       cast = rows.astype(true.dtype)
       if np.issubdtype(rows.dtype, np.integer) and not np.array_equal(cast, rows):
         raise UserError(
-          f'input {name!r} has integers from {rows.min()} to {rows.max()}, which {true.dtype} cannot hold.'
+          f'input {name!r} has integers from {rows.min()} to {rows.max()}, which do not fit in {true.dtype}: choose a '
+          'wider dtype in element_spec().'
         )
       rows = cast
-    if rows.shape != local or rows.dtype != true.dtype:
+    if rows.shape != local_shape or rows.dtype != true.dtype:
       raise UserError(
         f'input {name!r} is {rows.dtype}{list(rows.shape)} on this process but the step was compiled for '
-        f'{true.dtype}{list(local)}: element_spec() and the iterator must agree.'
+        f'{true.dtype}{list(local_shape)}: element_spec() and the iterator must agree.'
       )
     if padded.shape != true.shape:
       num_zero_rows = padded.shape[0] // jax.process_count() - num_rows
@@ -79,7 +83,7 @@ class InputLayout:
     return jax.make_array_from_process_local_data(padded.sharding, rows, padded.shape)
 
   def true_rows(self, placed: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the global batch without the zero rows, in its own order; to be called inside a step."""
+    """Removes the zero rows of a global batch and restores the order of rows. Call it inside a step."""
 
     def select(name, x):
       num_rows = self.spec[name].shape[0] if x.ndim else 0
@@ -93,9 +97,9 @@ class InputLayout:
     return {name: select(name, x) for name, x in placed.items()}
 
   def with_zero_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns what `true_rows` would return the batch of; to be called inside a step."""
-    empty = {name: jnp.zeros(padded.shape, padded.dtype) for name, padded in self.padded.items()}
-    return {name: empty[name].at[self.row_positions[len(rows)]].set(rows) for name, rows in batch.items()}
+    """Inverts `true_rows`: adds the zero rows of the padded layout. Call it inside a step."""
+    zeros = {name: jnp.zeros(padded.shape, padded.dtype) for name, padded in self.padded.items()}
+    return {name: zeros[name].at[self.row_positions[len(rows)]].set(rows) for name, rows in batch.items()}
 
 
 def make_input_layout(
@@ -104,16 +108,16 @@ def make_input_layout(
   inputs_split_mapping: Mapping[str, SplitDims] | None,
   axis_rules: AxisRules,
 ) -> InputLayout:
-  """Makes the layout of batches of `input_spec` (global shapes, batch dim first).
+  """Returns the layout of batches of `input_spec` (global shapes, batch dim first).
 
-  Raises a UserError: an input has a dtype that JAX lacks, or `inputs_split_mapping` has no entry for its rank or does
-  not fit the mesh.
+  Raises a UserError if an input has a dtype that JAX does not support, or if `inputs_split_mapping` has no entry for
+  its rank or does not fit the mesh.
   """
   for name, dtype in ((name, np.dtype(spec.dtype)) for name, spec in input_spec.items()):
     if dtype.kind not in 'biufcV' or not dtype.isnative:
       raise UserError(
-        f'input {name!r} has the dtype {dtype.str}, which JAX does not have: its element_spec() must name numbers in '
-        'the byte order of this machine.'
+        f'input {name!r} has the dtype {dtype.str}, which JAX does not support: choose a numeric dtype with the native '
+        'byte order in element_spec().'
       )
 
   def padded(true):
@@ -123,7 +127,7 @@ def make_input_layout(
 
   def split(true, padded):
     spec = infer_partition_spec_based_on_rank(len(true.shape), inputs_split_mapping, mesh.axis_names, axis_rules)
-    if spec is None and padded.shape != true.shape:  # what is left of the layout of the mesh without the zero rows
+    if spec is None and padded.shape != true.shape:  # without zero rows, keep the axes of `padded` that divide rows
       spec = padded.sharding.spec
     return None if spec is None else even_spec(spec, true.shape, mesh.shape)
 
@@ -139,17 +143,17 @@ def make_input_layout(
 
 
 def _row_positions(num_rows: int, padded: jax.ShapeDtypeStruct) -> np.ndarray:
-  """Returns the positions of the true rows in the padded global array: each process's first rows are its true ones."""
+  """Returns the positions of the true rows in the padded global array, which are the first rows of each process."""
   if jax.process_count() == 1:
     return np.arange(num_rows)
-  held: dict[int, set[int]] = {}
+  positions: dict[int, set[int]] = {}
   for device, (rows, *_) in padded.sharding.devices_indices_map(padded.shape).items():
-    held.setdefault(device.process_index, set()).update(range(*rows.indices(padded.shape[0])))
-  own = [len(range(num_rows)[_rows_of(process, num_rows)]) for process in range(jax.process_count())]
-  return np.concatenate([np.array(sorted(held[process])[:num], int) for process, num in enumerate(own)])
+    positions.setdefault(device.process_index, set()).update(range(*rows.indices(padded.shape[0])))
+  counts = [len(range(num_rows)[_rows_of(process, num_rows)]) for process in range(jax.process_count())]
+  return np.concatenate([np.array(sorted(positions[process])[:count], int) for process, count in enumerate(counts)])
 
 
 def _rows_of(process: int, num_rows: int) -> slice:
-  """Returns the rows of a batch that a process reads; the last processes have fewer where they do not divide them."""
-  most = -(-num_rows // jax.process_count())
-  return slice(min(process * most, num_rows), min((process + 1) * most, num_rows))
+  """Returns the rows of a batch that a process reads; if the split is uneven, the last processes read fewer."""
+  rows_per_process = -(-num_rows // jax.process_count())
+  return slice(min(process * rows_per_process, num_rows), min((process + 1) * rows_per_process, num_rows))

@@ -1,12 +1,12 @@
-"""Writes metrics: a JSONL file at full precision, which metric_files.py reads, and TensorBoard events.
+"""Writes metrics to a JSONL file at full precision and to TensorBoard event files, and reads the JSONL file.
 
-`<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
-"loss": 2.345..., "expert_load": [0.12..., ...]}`. An eval of weights that no checkpoint of the job holds adds
-`weights_from`, their place. A resumed job appends to the file. Steps that it executes again appear again, and the last
-line of a step counts. Readers skip a line that is no such record, and the next writer moves it to
-`metrics.jsonl.bad_lines`. In a store the file is kept in parts (append_objects.py).
+`<directory>/metrics.jsonl` has one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
+"loss": 2.345..., "expert_load": [0.12..., ...]}`. An eval of weights that are not from a checkpoint of the job adds
+their place, `weights_from`. A resumed job appends to the file; if it executes a step again, the last line of the step
+counts. Readers skip invalid lines, and the next writer moves them to `metrics.jsonl.bad_lines`. In an object store the
+file consists of parts (append_objects.py).
 
-Event files are written with TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
+Event files are written by TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,17 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
-from spmd_tasks.files import append, is_remote, make_directory, open_descriptor, storage_errors, sync_path
-from spmd_tasks.runtime.metric_files import mend
-from spmd_tasks.store_files import GrowingFile
+from spmd_tasks.files import (
+  append,
+  is_remote,
+  make_directory,
+  open_descriptor,
+  read_bytes,
+  storage_errors,
+  sync_path,
+  write_durably,
+)
+from spmd_tasks.store_files import GrowingFile, read_appended
 
 METRICS_FILE = 'metrics.jsonl'
 PLACE_KEY = 'weights_from'
@@ -36,14 +44,14 @@ Metrics = Mapping[str, Metric]
 
 
 def finish_metrics(means: Mapping[str, np.typing.ArrayLike], sources: Sequence[str] = ()) -> dict[str, Metric]:
-  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy.
+  """Converts means (scalars or [E]) to float64 numbers and lists, and adds the perplexity of `cross_entropy`.
 
-  Those by source get the names of the sources, `loss/<source>`; a source without a token in this batch has no loss.
+  Losses by source are named after their sources, `loss/<source>`; a source without tokens in this batch has no loss.
   """
   metrics: dict[str, Any] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
-  for part in ('loss', 'loss_weight'):
-    values = zip(sources, metrics.pop(f'{part}_by_source', ()), strict=False)
-    metrics |= {f'{part}/{source}': value for source, value in values}
+  for name in ('loss', 'loss_weight'):
+    values = zip(sources, metrics.pop(f'{name}_by_source', ()), strict=False)
+    metrics |= {f'{name}/{source}': value for source, value in values}
   for source in sources:
     if metrics.get(f'loss_weight/{source}') == 0:
       del metrics[f'loss/{source}']
@@ -54,28 +62,28 @@ def finish_metrics(means: Mapping[str, np.typing.ArrayLike], sources: Sequence[s
 
 
 def split_summaries(outputs: Sequence[Any]) -> tuple[dict[str, Metric], dict[str, np.ndarray]]:
-  """Returns the summaries of the StepOutputs of batches: (means of the scalars, all values of the others)."""
+  """Combines the summaries of the StepOutputs of batches: (means of scalars, all values of other summaries)."""
   names = outputs[0].summaries if outputs else ()
-  values = {name: [np.asarray(each.summaries[name], np.float64) for each in outputs] for name in names}
-  means: dict[str, Metric] = {name: float(np.mean(each)) for name, each in values.items() if not each[0].ndim}
-  return means, {name: np.concatenate([x.ravel() for x in each]) for name, each in values.items() if each[0].ndim}
+  values = {name: [np.asarray(output.summaries[name], np.float64) for output in outputs] for name in names}
+  means: dict[str, Metric] = {name: float(np.mean(arrays)) for name, arrays in values.items() if not arrays[0].ndim}
+  return means, {name: np.concatenate([x.ravel() for x in arrays]) for name, arrays in values.items() if arrays[0].ndim}
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-  """Returns the metrics that are one number."""
+  """Returns the metrics that are scalars."""
   return {name: value for name, value in metrics.items() if not isinstance(value, list)}
 
 
 class JsonlWriter:
-  """Appends lines to `<directory>/metrics.jsonl`, each by one write, so that a job that is killed loses none of a disk.
+  """Appends lines to `<directory>/metrics.jsonl`, with one write per line, so that a killed job loses none on a disk.
 
-  The file is opened for every line: another job may have moved bad lines out of it in the meantime.
+  Opens the file for every line, because another job may have moved invalid lines out of it in the meantime.
   """
 
   def __init__(self, directory: epath.Path):
-    """Creates the file, or makes an existing one whole.
+    """Creates the file, or repairs an existing one.
 
-    Raises a StorageError: the file cannot be written; as `write` and `close`.
+    Raises a StorageError if the file cannot be written, as do `write` and `close`.
     """
     self._path = directory / METRICS_FILE
     if not is_remote(directory):
@@ -83,10 +91,10 @@ class JsonlWriter:
         make_directory(directory)
         append(self._path, b'')
         if os.path.getsize(self._path):
-          mend(self._path)
+          _repair(self._path)
 
   def write(self, step: int, metrics: Metrics, place: str | None = None) -> None:
-    """Appends the metrics of a step; `place`: where the weights come from, if from no checkpoint of the job."""
+    """Appends the metrics of a step. `place` is the place of weights that are not from a checkpoint of the job."""
     record: dict[str, Any] = {'step': step, 'time': round(time.time(), 3)}
     record |= {} if place is None else {PLACE_KEY: place}
     record |= {
@@ -102,16 +110,67 @@ class JsonlWriter:
 
 
 def _json_number(value: float) -> float | str:
-  """Turns NaN and infinities, which JSON lacks, into the strings 'nan', 'inf' and '-inf'."""
+  """Converts NaN and infinities, which JSON lacks, to the strings 'nan', 'inf' and '-inf'."""
   value = float(value)
   return value if math.isfinite(value) else str(value)
 
 
-class TensorBoardWriter:
-  """Writes an event file in `directory`, which the first write creates.
+def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
+  """Reads `<directory>/metrics.jsonl`: step -> metrics, from the last line of each step.
 
-  A metric with one value per expert becomes one scalar per expert, `expert_load/003`, and a histogram `expert_load`
-  over the experts. TensorBoard's view "Distributions" shows how far the least and the most loaded expert are apart.
+  Skips an unfinished last line, which another job may be writing, and invalid lines. Raises OSError.
+  """
+  return {step: metrics for step, metrics, _ in _read_records(directory)}
+
+
+def read_places(directory: epath.Path) -> set[tuple[int, str | None]]:
+  """Returns (step, place) of all lines; the place is None for weights of the job itself. Raises OSError."""
+  return {(step, place) for step, _, place in _read_records(directory)}
+
+
+_Record = tuple[int, dict[str, Metric], str | None]  # step, metrics, place
+
+
+def _read_records(directory: epath.Path) -> list[_Record]:
+  lines = read_appended(directory / METRICS_FILE).split(b'\n')[:-1]
+  return list(filter(None, map(_parse, lines)))
+
+
+def _repair(path: epath.Path) -> None:
+  """Drops an unfinished last line of a killed job, and moves invalid lines to another file."""
+  content = read_bytes(path)
+  *lines, last = content.split(b'\n')
+  bad_lines = [line for line in lines if line and _parse(line) is None]
+  if bad_lines:
+    bad_path = path.with_name(f'{path.name}.bad_lines')
+    logging.error('%s: %d lines are invalid; they are moved to %s.', path, len(bad_lines), bad_path.name)
+    append(bad_path, b''.join(line + b'\n' for line in bad_lines))
+    sync_path(bad_path)
+  repaired = b''.join(line + b'\n' for line in [*lines, last] if _parse(line) is not None)
+  if repaired != content:
+    write_durably(path, repaired)
+
+
+def _parse(line: bytes) -> _Record | None:
+  """Returns the record of a line; None if it is invalid."""
+  try:
+    record = json.loads(line.decode())
+    step, place = record.pop('step'), record.pop(PLACE_KEY, None)
+    if type(step) is not int or not isinstance(place, str | None):
+      return None
+    metrics = {
+      name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
+    }
+    return step, metrics, place
+  except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+    return None
+
+
+class TensorBoardWriter:
+  """Writes an event file in `directory`; the first write creates it.
+
+  A metric with one value per expert is written as one scalar per expert, `expert_load/003`, and as a histogram
+  `expert_load` over the experts. TensorBoard's "Distributions" shows the least and the most loaded expert.
   """
 
   def __init__(self, directory: epath.Path):
@@ -126,24 +185,24 @@ class TensorBoardWriter:
     vectors = {name: value for name, value in metrics.items() if isinstance(value, list)}
     for name, vector in vectors.items():
       numbers |= {f'{name}/{i:03d}': value for i, value in enumerate(vector)}
-    # A histogram has no place for what is not finite.
-    parts = [histogram_pb(name, vector) for name, vector in vectors.items() if all(map(math.isfinite, vector))]
+    # A histogram cannot have non-finite values.
+    histograms = [histogram_pb(name, vector) for name, vector in vectors.items() if all(map(math.isfinite, vector))]
     values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-    self._write(step, [*parts, Summary(value=values)])
+    self._write(step, [*histograms, Summary(value=values)])
 
   def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-    """Writes the distributions of the finite values of arrays by their tags."""
+    """Writes histograms of the finite values of arrays, by tag."""
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
     self._write(step, [histogram_pb(tag, array[np.isfinite(array)]) for tag, array in values.items()])
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    """Writes texts in Markdown by their tags."""
+    """Writes Markdown texts, by tag."""
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     self._write(step, [text_pb(tag, text) for tag, text in texts.items()])
 
-  def _write(self, step: int, parts: Sequence[Any]) -> None:
+  def _write(self, step: int, summaries: Sequence[Any]) -> None:
     from tensorboard.compat.proto import event_pb2, summary_pb2
 
     if self._records is None:
@@ -158,10 +217,10 @@ class TensorBoardWriter:
           descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
           self._records = RecordWriter(os.fdopen(descriptor, 'wb'))
       self._write_event(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
-    summary = summary_pb2.Summary()
-    for part in parts:
-      summary.MergeFrom(part)
-    self._write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+    merged = summary_pb2.Summary()
+    for summary in summaries:
+      merged.MergeFrom(summary)
+    self._write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=merged))
 
   def _write_event(self, event: Any) -> None:
     with storage_errors(self._directory):
@@ -185,7 +244,7 @@ class MultiWriter:
       writer.write(step, metrics, place)
 
   def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays to the writers of event files; metrics.jsonl has none."""
+    """Writes histograms to event files only; metrics.jsonl has none."""
     for writer in self._writers:
       if values and isinstance(writer, TensorBoardWriter):
         writer.write_histograms(step, values)
@@ -196,17 +255,17 @@ class MultiWriter:
 
 
 def can_write_events() -> bool:
-  """Whether TensorBoard is installed, which writes event files; if not, a log line says so, once."""
+  """Returns whether TensorBoard is installed, which event files need; warns once if not."""
   try:
     require('tensorboard', 'tensorboard', wants='writing them')
   except UserError as error:
-    logging.log_first_n(logging.WARNING, 'No event files for TensorBoard beside metrics.jsonl: %s', 1, error)
+    logging.log_first_n(logging.WARNING, 'Writing metrics.jsonl but no event files for TensorBoard: %s', 1, error)
     return False
   return True
 
 
 def make_writer(directory: epath.Path, *, trackers: Sequence[str], primary: bool) -> MultiWriter:
-  """Makes the writers of a directory: of metrics.jsonl, and of event files if 'tensorboard' is one of the trackers.
+  """Returns a writer of metrics.jsonl, and of event files if 'tensorboard' is one of the trackers.
 
   Only the primary process (index 0) writes.
   """

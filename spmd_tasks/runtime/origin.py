@@ -1,8 +1,7 @@
-"""Origin: where the weights of a new job come from, if the job has no checkpoint; see `Experiment.origin`.
+"""Origin: where a job without a checkpoint gets its weights; see `Experiment.origin`.
 
-A new job asks `start` for its first state. Modes that only read weights (eval, decode, serve, export) ask `weights` as
-long as the job has no checkpoint. A Base does more: checkpoints of a job that trains some of its weights leave out the
-others.
+A new training job calls `start` for its first state. Modes that only read weights (eval, decode, serve, export) call
+`weights`. A Base also completes checkpoints: those of a job with frozen weights contain only the trained ones.
 """
 
 import abc
@@ -21,9 +20,9 @@ class RestoredVariables(NamedTuple):
   """A model's variables to evaluate, decode or serve.
 
   Attributes:
-    variables: padded, on the mesh.
+    variables: padded variables on the mesh.
     step: the train step after which they were saved.
-    place: the checkpoint or folder that was read; None for a checkpoint of the job itself.
+    place: the checkpoint or folder that they are from; None for a checkpoint of the job itself.
   """
 
   variables: Variables
@@ -32,43 +31,43 @@ class RestoredVariables(NamedTuple):
 
 
 class Origin(abc.ABC):
-  """Where the weights of a new job come from."""
+  """The source of a new job's weights."""
 
   @abc.abstractmethod
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
-    """Returns the first state of a job: (padded state, its step, a phrase that says where it is from).
+    """Returns the first state of a job: (padded state, its step, a phrase for the log about its source).
 
     Args:
-      model: of the job.
-      seed: of the experiment, for what is drawn.
+      model: the job's model.
+      seed: the experiment's seed, for new weights.
 
-    Raises a UserError: the weights cannot be read, or are those of another model.
+    Raises a UserError if the weights cannot be read, or belong to another model.
     """
 
   def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
     """Returns the variables to evaluate, decode or serve; None if the job starts from new weights.
 
-    The default makes the whole state of a new job. Override it to read the variables alone.
+    The default creates the whole first state. Override it to read only the variables.
 
     Args:
-      model: of the job.
+      model: the job's model.
       part: selects the variables from a state, as `task.evaluation_variables` does.
-      storage: a WeightStorage, by which weights may be converted as soon as they are read.
+      storage: a WeightStorage; weights may be converted to it as soon as they are read.
 
-    Raises a UserError: as `start`.
+    Raises a UserError as `start` does.
     """
     state, step, phrase = self.start(model, 0)
     return RestoredVariables(part(state), step, phrase)
 
 
 class Base(Origin):
-  """An Origin that stays where it is, with all weights of the model: the folder `path`."""
+  """An Origin with all weights of the model in the folder `path`, which must remain unchanged."""
 
   path: str
 
   @abc.abstractmethod
   def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
-    """Returns the padded variables. A WeightStorage converts each weight as soon as it is read."""
+    """Returns the padded variables. If a WeightStorage is given, it converts each weight as soon as it is read."""
 
   def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
     """Returns the folder's variables, at step 0."""
@@ -76,31 +75,31 @@ class Base(Origin):
 
   @abc.abstractmethod
   def frozen(self, model: PartitionedModel, storage: Any = None) -> Any:
-    """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
+    """Returns the padded frozen weights: a tree of all weights with None for trained ones."""
 
   @abc.abstractmethod
   def identity(self) -> Mapping[str, str]:
-    """Returns what tells this folder from any other, such as a digest: JSON that checkpoints keep."""
+    """Returns what identifies the folder's content, such as a digest. Checkpoints store it as JSON."""
 
   @abc.abstractmethod
   def check(self, restored: Restored, checkpoints: epath.Path) -> None:
-    """Raises a CheckpointError, which names `checkpoints`, if the frozen weights of `restored` are not the folder's."""
+    """Raises a CheckpointError that names `checkpoints` if `restored` was trained on another folder's weights."""
 
 
 def base_of(model: PartitionedModel, origin: Origin | None) -> Base | None:
-  """Returns what completes the checkpoints of a job; None if they have all weights."""
+  """Returns the Base with the frozen weights of a job; None if its checkpoints have all weights."""
   return origin if isinstance(origin, Base) and model.has_frozen_weights else None
 
 
 def saved_part(model: PartitionedModel, origin: Origin | None) -> Part:
-  """Returns which part of a job's state its checkpoints have."""
+  """Returns the part of a job's state that its checkpoints contain."""
   return whole_state if base_of(model, origin) is None else model.trained_part
 
 
 def origin_named(init_from: str | None, step: int | None) -> Origin | None:
-  """Returns the origin that `init_from = FORMAT:PLACE` names; None for None and for the directory of a job of ours."""
+  """Returns the origin for `init_from = FORMAT:PLACE`; None for None and for job directories."""
   name, colon, place = (init_from or '').partition(':')
-  for each in formats():
-    if colon and each.name == name and each.origin is not None:
-      return call(each.origin, place, step)
+  for known in formats():
+    if colon and known.name == name and known.origin is not None:
+      return call(known.origin, place, step)
   return None

@@ -1,7 +1,7 @@
-"""Formats the parameter table (every weight's shape, layout and padding), and refuses what memory cannot hold.
+"""Formats the parameter table (every weight's shape, sharding and padding), and checks that states fit in memory.
 
-The text depends on the model, the axis rules and the mesh only: it names no path, device or version. A training job
-writes the table to parameters.txt, and each registered experiment has it as a golden file.
+The table depends only on the model, the axis rules and the mesh. A training job writes it to parameters.txt, and each
+registered experiment has it as a golden file.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding.specs import SplitDim, spec_axes
+from spmd_tasks.sharding.weights import leaf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,11 @@ class ParameterRow:
   """One weight.
 
   Attributes:
-    name: its path, as in `stack/attention/query/kernel`.
-    shape, dtype: of the weight that the model sees.
+    name: path of the weight, such as `stack/attention/query/kernel`.
+    shape, dtype: as the model sees them.
     split_dims: as the layer declared them; None for an unsharded weight.
-    spec: the PartitionSpec that the axis rules make of the split dims.
-    padded_shape: of the weight as stored on the mesh.
+    spec: the PartitionSpec to which the axis rules resolve the split dims.
+    padded_shape: shape as stored on the mesh.
     waste: the fraction of the stored elements that is padding.
   """
 
@@ -42,18 +43,18 @@ class ParameterRow:
 
 
 def parameter_rows(model: PartitionedModel) -> list[ParameterRow]:
-  """Makes one row per weight, sorted by name."""
+  """Returns one row per weight, sorted by name."""
 
-  def row(path, declared, spec, padded) -> ParameterRow:
-    stored = math.prod(padded.shape)
+  def row(path, weight, spec, padded) -> ParameterRow:
+    num_stored = math.prod(padded.shape)
     return ParameterRow(
-      name=jax.tree_util.keystr(path, simple=True, separator='/'),
-      shape=tuple(declared.shape),
-      dtype=np.dtype(declared.dtype).name,
-      split_dims=declared.split_dims,
+      name=leaf_name(path),
+      shape=tuple(weight.shape),
+      dtype=np.dtype(weight.dtype).name,
+      split_dims=weight.split_dims,
       spec=spec,
       padded_shape=tuple(padded.shape),
-      waste=1 - math.prod(declared.shape) / stored if stored else 0.0,
+      waste=1 - math.prod(weight.shape) / num_stored if num_stored else 0.0,
     )
 
   rows = jax.tree_util.tree_map_with_path(
@@ -63,7 +64,7 @@ def parameter_rows(model: PartitionedModel) -> list[ParameterRow]:
 
 
 def bytes_per_device(padded_tree: Any) -> int:
-  """Counts the bytes that one device stores of a tree of padded shapes with shardings."""
+  """Returns the bytes per device of a tree of padded shapes with shardings."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     for leaf in jax.tree.leaves(padded_tree)
@@ -71,25 +72,25 @@ def bytes_per_device(padded_tree: Any) -> int:
 
 
 def check_batch_fits(spec: Mapping[str, Any]) -> None:
-  """Raises a UserError if a process's part of a batch of these shapes and dtypes is larger than its memory."""
-  num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in spec.values()) // jax.process_count()
+  """Raises a UserError if a process's rows of a batch of these shapes and dtypes do not fit in its memory."""
+  num_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in spec.values()) // jax.process_count()
   _check_fits('a batch', num_bytes, _host_memory(), 'batch_size or seq_len')
 
 
 def check_state_fits(model: PartitionedModel) -> None:
-  """Raises a UserError if the training state alone is larger than the memory of this process's devices."""
-  local = jax.local_devices()
-  limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
+  """Raises a UserError if the training state alone does not fit in the memory of this process's devices."""
+  devices = jax.local_devices()
+  limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in devices]
   available = sum(limits) if all(limits) else _host_memory()
-  needed = len(local) * bytes_per_device(model.padded_state)
+  needed = len(devices) * bytes_per_device(model.padded_state)
   _check_fits('the training state', needed, available, 'the number of layers, the dims or vocab_size')
 
 
 def _check_fits(what: str, num_bytes: int, available: int, setting: str) -> None:
   if num_bytes > available:
     raise UserError(
-      f'{what} has {num_bytes / 1e9:,.0f} GB, and this process {available / 1e9:,.0f} GB of memory for it: lower '
-      f'{setting}, or take more devices or processes.'
+      f'{what} needs {num_bytes / 1e9:,.0f} GB, but this process has {available / 1e9:,.0f} GB of memory for it: lower '
+      f'{setting}, or use more devices or processes.'
     )
 
 
@@ -98,7 +99,7 @@ def _host_memory() -> int:
 
 
 def format_parameter_table(model: PartitionedModel) -> str:
-  """Formats an aligned table: one line per weight, then lines of totals (parameters, padding, bytes per device)."""
+  """Formats an aligned table with one line per weight, and totals (parameters, padding, bytes per device)."""
   header = ('name', 'shape', 'dtype', 'split dims', 'partition spec', 'padded shape', 'waste')
   lines = [
     (
@@ -128,7 +129,7 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def _dims_text(dims: Iterable[SplitDim]) -> str:
-  """Formats split dims as `(replica+data, -)`: an entry per dim, `-` for a dim that is not split."""
+  """Formats split dims as `(replica+data, -)`: one entry per dim, `-` for an unsharded dim."""
 
   def entry(dim: SplitDim) -> str:
     if isinstance(dim, str):

@@ -25,8 +25,7 @@ from spmd_tasks.inputs import State
 from spmd_tasks.programs.hooks import TrainHook, TrainRun, is_multiple
 from spmd_tasks.programs.restore import initial_state
 from spmd_tasks.programs.training_loop import Outcome
-from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.runtime.metrics import METRICS_FILE, make_writer
+from spmd_tasks.runtime.metrics import METRICS_FILE, make_writer, read_jsonl
 from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.rollout_input import PromptIterator, RewardPrompt, Rollout, RolloutInput, record_of
 from spmd_tasks.tuning.rollout_rewards import RolloutRewards, mean, with_advantages

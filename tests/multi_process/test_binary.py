@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.programs.job_directory import claim
-from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.runtime.metrics import read_jsonl
 from tests import binary
 from tests.programs.test_resume import flip_a_byte
 

@@ -8,7 +8,7 @@ from launch import Job, coordinator_flags
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.runtime.metrics import read_jsonl
 from tests import forked
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import TextFiles
 from spmd_tasks.programs import job_lock
 from spmd_tasks.programs.job_directory import claim
-from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.runtime.metrics import read_jsonl
 from spmd_tasks.store_files import local_folder, read_appended, replace_appended
 from spmd_tasks.stores import upload, write
 from tests import binary

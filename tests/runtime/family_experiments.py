@@ -1,4 +1,4 @@
-"""An uneven model of the building blocks that published families have, for the tests that compare meshes."""
+"""An uneven model with the building blocks of published families, for tests that compare meshes."""
 
 import fiddle as fdl
 
@@ -10,14 +10,14 @@ from tests.runtime import moe_experiments
 
 
 class Families(PipelinedLanguageModel, moe_experiments.AlongData):
-  """A dense layer with latent attention, normed behind its sublayers (DeepSeek, OLMo 2), then two mixtures, pipelined.
+  """A dense layer with latent attention and post-norms (DeepSeek, OLMo 2), then two pipelined mixture layers.
 
-  The mixtures: grouped sigmoid routing (DeepSeek-V3), biases, sinks, a window and a clamped activation (gpt-oss), norms
-  of 1 + scale around sublayers (Gemma), norms over all heads and clipping (OLMoE), YaRN on a part of each head (GLM).
-  The axes are (replica, stage, data, mdl).
+  Mixture layers have grouped sigmoid routing (DeepSeek-V3), biases, sinks, a window and a clamped activation (gpt-oss),
+  norms of 1 + scale around sublayers (Gemma), norms over all heads and clipping (OLMoE), and YaRN on a part of each
+  head (GLM). The axes are (replica, stage, data, mdl).
   """
 
-  num_layers = 2  # of the pipeline
+  num_layers = 2  # in the pipeline
   batch_size = 16
   num_microbatches = 4
 

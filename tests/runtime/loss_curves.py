@@ -1,7 +1,7 @@
-"""Runs of 12 steps on a mesh, for the tests that compare meshes: the same steps and one loss curve, whatever the mesh.
+"""Runs 12 steps on a mesh and compares them with a reference, for tests that compare meshes.
 
-`spmd_tasks.verification` compares them, as `--mode verify` does: metrics, every gradient, weights and optimizer state
-of each step, from the reference's state before it, and the losses of training without a stop.
+`spmd_tasks.verification` compares them as `--mode verify` does: it starts each step from the reference's state, and
+compares metrics, gradients, weights and optimizer state; and it compares the losses of uninterrupted training.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,12 +22,12 @@ from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import build_job, draw_batches
 
 NUM_STEPS = 12
-# Steps that are compared number by number; the curve of losses has all of them.
+# Steps whose arrays are compared; losses are compared for all steps.
 COMPARED = (0, 1, 5, 11)
 
 
 def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = (), *, fast: Collection[str]) -> list:
-  """The parameters of a test from rows that begin with their names: few are fast, and some only for `--all`."""
+  """The parameters of a test from rows that start with their names; rows are slow unless their name is in `fast`."""
   params = [pytest.param(*case, id=case[0], marks=() if case[0] in fast else pytest.mark.slow) for case in cases]
   marks = (pytest.mark.slow, pytest.mark.exhaustive)
   return params + [pytest.param(*case, id=case[0], marks=marks) for case in exhaustive]
@@ -35,7 +35,7 @@ def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = (), *, fast: Col
 
 @functools.cache
 def source_of(experiment_class: type[Experiment]) -> Source:
-  """The experiment, for any overrides."""
+  """The Source that resolves the experiment with any overrides."""
 
   def build(overrides: Sequence[str]):
     resolved = resolve(experiment_class, overrides)
@@ -45,7 +45,7 @@ def source_of(experiment_class: type[Experiment]) -> Source:
 
 
 def setting_of(experiment_class: type[Experiment], shape: tuple[int, ...], dcn=None, overrides=()) -> Setting:
-  """The experiment's axes with these sizes."""
+  """The Setting with these sizes of the experiment's axes."""
   mesh = tuple(zip(source_of(experiment_class).base.experiment.mesh_axis_names, shape))
   return Setting(mesh=mesh, slices=dcn, overrides=tuple(overrides))
 
@@ -62,12 +62,12 @@ def make_model(
 
 @functools.lru_cache(maxsize=6)  # not all: compiled programs take memory maps, see conftest.py
 def runner(experiment_class: type[Experiment], shape: tuple[int, ...], *, dcn=None, overrides=()) -> Runner:
-  """The experiment's compiled step; those that cases share are cached."""
+  """The Runner with the experiment's compiled step; cached, because cases share references."""
   return Runner(source_of(experiment_class), setting_of(experiment_class, shape, dcn, overrides))
 
 
-def drawn_weights(shapes: typing.Any) -> typing.Any:
-  """Weights of width 30 with these shapes, float32 of numpy."""
+def random_weights(shapes: typing.Any) -> typing.Any:
+  """Random float32 numpy weights with these shapes, for a model of width 30."""
   rng = np.random.default_rng(0)
 
   def draw(path, shape):
@@ -77,31 +77,32 @@ def drawn_weights(shapes: typing.Any) -> typing.Any:
   return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def first_state(alone: Runner) -> TrainState:
-  """The canonical state at step 0, with weights of numpy where all are trained: to compile their init takes long."""
-  model, specs = alone.model, jax.tree.leaves(alone.model.weight_specs)
+def first_state(runner: Runner) -> TrainState:
+  """The canonical state at step 0; with numpy's random weights if all are trained, because init is slow to compile."""
+  model, specs = runner.model, jax.tree.leaves(runner.model.weight_specs)
   are_trained = not any('frozen' in spec.tags for spec in specs)
-  if not are_trained or model.canonical_state.non_trainable or isinstance(alone.task.loss, ReferenceLoss):
-    return alone.init()
+  if not are_trained or model.canonical_state.non_trainable or isinstance(runner.task.loss, ReferenceLoss):
+    return runner.init()
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.canonical_state)
-  weights = drawn_weights(zeros.weights)
+  weights = random_weights(zeros.weights)
   ema_weights = None if zeros.learner.ema_weights is None else weights
-  rng_data = np.asarray(jax.random.key_data(alone.job.task.make_key(alone.job.experiment.seed)))
+  rng_data = np.asarray(jax.random.key_data(runner.job.task.make_key(runner.job.experiment.seed)))
   return zeros.replace(rng=rng_data, weights=weights, learner=zeros.learner.replace(ema_weights=ema_weights))
 
 
 @functools.lru_cache(maxsize=4)
 def reference(experiment_class: type[Experiment], overrides=()) -> Trajectory:
-  """12 steps on one device, which learn something: untrained models would agree on anything."""
-  alone = runner(experiment_class, (1,), overrides=overrides)
-  expected = Trajectory(alone, first_state(alone), draw_batches(alone.job.train_input, NUM_STEPS, seed=0))
+  """12 steps on one device; checks that they learn something, because untrained models agree on anything."""
+  one_device = runner(experiment_class, (1,), overrides=overrides)
+  batches = draw_batches(one_device.job.train_input, NUM_STEPS, seed=0)
+  expected = Trajectory(one_device, first_state(one_device), batches)
   assert expected.losses.min() < 0.95 * expected.losses[0]
   return expected
 
 
 def assert_same_run(other: Runner, expected: Trajectory, metrics: Sequence[str] | None = None) -> None:
-  """Four of the steps are the reference's, and so is the whole loss curve."""
-  found = agree(other, expected, metrics=metrics, steps=COMPARED)
-  assert found.first is None, f'{found.first}; {found.notes}'
-  # Rounding alone may decide between two experts, in one step at most.
-  assert found.num_steps >= len(COMPARED) - 1, found.notes
+  """Checks that four steps and the whole loss curve agree with the reference."""
+  agreement = agree(other, expected, metrics=metrics, steps=COMPARED)
+  assert agreement.first is None, f'{agreement.first}; {agreement.notes}'
+  # In at most one step, rounding may decide between two experts.
+  assert agreement.num_steps >= len(COMPARED) - 1, agreement.notes

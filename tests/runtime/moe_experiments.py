@@ -1,4 +1,4 @@
-"""synthetic.Uneven with experts, in each form of sharing the mesh with them, for the tests that compare meshes."""
+"""synthetic.Uneven with experts, with each kind of expert parallelism, for tests that compare meshes."""
 
 import fiddle as fdl
 
@@ -13,12 +13,12 @@ _TWO_DATA = DataModelMesh(num_devices=8, num_experts=4).axes()
 
 
 class AlongData(Uneven, MoeLanguageModel):
-  """6 experts, top 2, laid along the data axis by the default rules."""
+  """6 experts, top 2, split over the data axis by the default rules."""
 
   num_experts = 6
   hidden_dims = 45
   form: str = 'dropless'
-  capacity_factor: float = 1.5  # of 'capacity'; drops tokens
+  capacity_factor: float = 1.5  # for the form 'capacity'; drops tokens
 
   def computation(self):
     if self.form == 'dropless':
@@ -27,7 +27,7 @@ class AlongData(Uneven, MoeLanguageModel):
 
 
 class ExpertAxis(AlongData):
-  """On an axis of their own (T5X's three axes)."""
+  """Experts split over an axis of their own (T5X's three axes)."""
 
   mesh_axis_names = _EXPERT.mesh_axis_names
   ici_mesh_shape = _EXPERT.ici_mesh_shape
@@ -35,7 +35,7 @@ class ExpertAxis(AlongData):
 
 
 class TwoDataAxes(AlongData):
-  """4 experts, replicated along the second of two data axes (T5X)."""
+  """4 experts, replicated over the second of two data axes (T5X)."""
 
   num_experts = 4
   hidden_dims = 44
@@ -45,7 +45,7 @@ class TwoDataAxes(AlongData):
 
 
 class HiddenSharded(TwoDataAxes):
-  """The same 4 experts, their hidden layers split along the data axis (MegaBlocks)."""
+  """The same 4 experts, with hidden layers split over the data axis (MegaBlocks)."""
 
   mesh_axis_names = _HIDDEN.mesh_axis_names
   ici_mesh_shape = _HIDDEN.ici_mesh_shape

@@ -1,4 +1,4 @@
-"""The uneven models of the other comparisons as pipelines, with layers that neither 4 stages nor 2 x 2 divide."""
+"""The uneven models as pipelines with 6 layers, which are not divisible by 4 stages or 2 x 2 repeats."""
 
 from spmd_tasks.recipes import PipelinedLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh, stage_axis_rules
@@ -15,7 +15,7 @@ class PipelinedAdamW(PipelinedLanguageModel, uneven_experiments.AdamW):
 
 
 class PipelinedAdafactor(PipelinedLanguageModel, uneven_experiments.Adafactor):
-  """The same, with factored moments."""
+  """PipelinedAdamW with Adafactor's factored moments."""
 
   num_layers = 6
   batch_size = 16

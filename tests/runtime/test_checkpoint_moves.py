@@ -15,7 +15,7 @@ from tests.runtime.uneven_experiments import Adafactor
 SIX = ('num_layers=6', 'batch_size=16')
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 
-# With factored moments, and averaged weights.
+# With factored moments and averaged weights.
 MOVES = {
   'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
   'stage 2': (PipelinedAdafactor, (1, 2, 2, 1), ('schedule=one_forward_one_backward',)),
@@ -33,10 +33,10 @@ EXPERT_MOVES = {
 
 @pytest.mark.parametrize('moves', [MOVES, EXPERT_MOVES], ids=['stages', 'experts'])
 def test_a_checkpoint_moves_between_meshes_and_schedules_bit_exactly(moves, tmp_path):
-  """From each to the next: every restored state, optimizer state included, is the first one's, bit for bit."""
+  """Saves each model's state and restores it in the next: all states equal the first, including optimizer state."""
   models = [make_model(experiment, shape, overrides=overrides)[0] for experiment, shape, overrides in moves.values()]
   models.append(models[0])
-  first = _numbered(models[0].canonical_state)
+  first = _distinct_values(models[0].canonical_state)
   state = models[0].from_canonical(first)
   for step, (model, following) in enumerate(itertools.pairwise(models), 1):
     checkpointer = Checkpointer(tmp_path)
@@ -48,6 +48,6 @@ def test_a_checkpoint_moves_between_meshes_and_schedules_bit_exactly(moves, tmp_
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(following.to_canonical(state)), first)
 
 
-def _numbered(shapes):
-  """A state with another number in each element of a leaf, for a fresh optimizer's zeros would agree in any order."""
+def _distinct_values(shapes):
+  """A state with distinct elements: a new optimizer's zeros would be equal in any order."""
   return jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype), shapes)

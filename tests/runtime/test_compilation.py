@@ -1,4 +1,4 @@
-"""Every program that XLA compiles is counted once; training steps are compiled with the options of their devices."""
+"""CompilationCounter counts every XLA compilation once; train steps get the compiler options of their devices."""
 
 from concurrent.futures import ThreadPoolExecutor
 import os
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from spmd_tasks.runtime.compilation import CompilationCounter, compiler_options
-from spmd_tasks.runtime.tpu_options import refused_option
+from spmd_tasks.runtime.tpu_options import invalid_option_error
 
 VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
 
 
-def test_a_new_shape_counts_one_and_a_cached_call_none():
+def test_new_shapes_count_and_cached_calls_do_not():
   @jax.jit
   def triple(x):
     return x * 3
@@ -39,30 +39,30 @@ def devices(platform: str, kind: str, number: int = 1) -> Any:
   return [SimpleNamespace(platform=platform, device_kind=kind, process_index=i // 8) for i in range(number)]
 
 
-def test_options_are_of_the_kind_of_chip(monkeypatch):
+def test_options_depend_on_the_kind_of_chip(monkeypatch):
   monkeypatch.delenv('LIBTPU_INIT_ARGS', raising=False)
   assert compiler_options([]) is None
-  of_v5p = compiler_options(devices('tpu', 'TPU v5'))
-  assert of_v5p is not None
-  assert VECTOR_MEMORY not in of_v5p
-  assert set(of_v5p.values()) <= {'true', 'false'}
-  of_v6e = compiler_options(devices('tpu', 'TPU v6 lite'))
-  assert of_v6e is not None
-  assert of_v6e.items() > of_v5p.items()
-  assert of_v6e[VECTOR_MEMORY] == '98304'
-  assert compiler_options(devices('tpu', 'TPU v6 lite'), {VECTOR_MEMORY: '32768'}) == of_v6e | {VECTOR_MEMORY: '32768'}
+  v5p = compiler_options(devices('tpu', 'TPU v5'))
+  assert v5p is not None
+  assert VECTOR_MEMORY not in v5p
+  assert set(v5p.values()) <= {'true', 'false'}
+  v6e = compiler_options(devices('tpu', 'TPU v6 lite'))
+  assert v6e is not None
+  assert v6e.items() > v5p.items()
+  assert v6e[VECTOR_MEMORY] == '98304'
+  assert compiler_options(devices('tpu', 'TPU v6 lite'), {VECTOR_MEMORY: '32768'}) == v6e | {VECTOR_MEMORY: '32768'}
   assert compiler_options(devices('gpu', 'H100'), {VECTOR_MEMORY: '32768'}) is None
 
 
-def test_an_option_that_the_compiler_does_not_know_is_named():
+def test_an_unknown_option_is_named():
   step = jax.jit(lambda x: x, compiler_options={'xla_tpu_nonsense': 'true'}).lower(1)
   with pytest.raises(jax.errors.JaxRuntimeError) as raised:
     step.compile()
-  assert "No such compile option: 'xla_tpu_nonsense'" in str(refused_option(raised.value))
-  assert refused_option(jax.errors.JaxRuntimeError('INTERNAL')) is None
+  assert "No such compile option: 'xla_tpu_nonsense'" in str(invalid_option_error(raised.value))
+  assert invalid_option_error(jax.errors.JaxRuntimeError('INTERNAL')) is None
 
 
-def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
+def test_options_in_the_environment_are_left_out(monkeypatch):
   monkeypatch.setenv('LIBTPU_INIT_ARGS', f'--{VECTOR_MEMORY}=65536 --xla_enable_async_all_gather=false')
   options = compiler_options(devices('tpu', 'TPU v6 lite'), {VECTOR_MEMORY: '32768'})
   assert options
@@ -74,7 +74,7 @@ def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
   [
     (8, 8, '', 'cpu-parallel-task-assigner'),
     (9, 8, '', None),
-    (9, 16, '', None),  # of two processes
+    (9, 16, '', None),  # on two processes
     (2, 8, '--xla_disable_hlo_passes=', None),
   ],
 )

@@ -1,4 +1,4 @@
-"""Model FLOPs against numbers worked out by hand: 2 per multiply-add, times the loops, no rematerialisation."""
+"""Model FLOPs equal numbers computed by hand: 2 per multiply-add, times loop lengths, without rematerialization."""
 
 import math
 
@@ -32,7 +32,7 @@ product_with_own_gradient.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g
 
 
 def sharded_product(x, w):
-  """Four devices hold 2 rows each; `mdl` stays automatic."""
+  """Four devices have 2 rows each; `mdl` stays automatic."""
   mesh = jax.make_mesh((4, 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
   rows = PartitionSpec('data')
   inner = jax.shard_map(
@@ -56,12 +56,12 @@ CASES = {
   'remat': (jax.checkpoint(lambda x, w: x @ w), (X, W), ONE_PRODUCT),
   'custom_vjp': (product_with_own_gradient, (X, W), ONE_PRODUCT),
   'scan of 5': (lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=5)[0], (X, W), 5 * ONE_PRODUCT),
-  'cond: the dearer branch': (
+  'cond: the more expensive branch': (
     lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w), (X, W), 2 * ONE_PRODUCT
   ),
   'while: the body once': (lambda x, w: lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ w, x), (X, W), ONE_PRODUCT),
   'shard_map over 4 of 8 devices': (sharded_product, (X, W), ONE_PRODUCT),
-  'ragged: each row meets one group': (
+  'ragged: each row is multiplied once': (
     lax.ragged_dot, (X, shaped(3, 16, 5), shaped(3, dtype=jnp.int32)), 2 * 8 * 16 * 5
   ),
   'convolution': (convolve, (shaped(2, 10, 8), shaped(3, 8, 4)), 2 * (2 * 10 * 4) * 3 * 8),
@@ -77,8 +77,8 @@ def test_count_matmul_flops(case):
   assert count_matmul_flops(fn, *args) == expected
 
 
-def test_a_language_model_costs_what_palm_says():
-  """6 N + 12 L H K T per token, N the weights of matrix products: here all but the norms' scales."""
+def test_a_language_model_has_the_flops_of_palms_formula():
+  """6 N + 12 L H K T per token, where N counts the weights of matrix products: all except the scales of norms."""
   task, B, T = fdl.build(StdlibTiny().task()), 2, 24
   batch_spec = {name: shaped(B, T, dtype=jnp.int32) for name in ('ids', 'labels', 'segment_ids', 'segment_pos')}
   batch_spec['weights'] = shaped(B, T)
@@ -95,7 +95,7 @@ def test_a_language_model_costs_what_palm_says():
 
 
 @pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
-def test_a_mixture_of_experts_costs_its_chosen_experts_and_the_router(backend):
+def test_a_mixture_of_experts_has_the_flops_of_selected_experts_and_the_router(backend):
   num_experts, num_selected, tokens = 8, 2, 4 * 128
   dense, mixture = (experiment(batch_size=4) for experiment in (StdlibTiny, MixtureTiny))
 
@@ -112,7 +112,7 @@ def test_a_mixture_of_experts_costs_its_chosen_experts_and_the_router(backend):
     )
     return model_flops_per_train_step(task, batch_spec, weights)
 
-  # Two experts of half the width compute as much as the dense network.
+  # Two experts of half the width have the FLOPs of the dense network.
   assert num_selected * mixture.hidden_dims == dense.hidden_dims
   router = 3 * 2 * tokens * dense.model_dims * num_experts * dense.num_layers
   assert flops(mixture) - flops(dense) == router

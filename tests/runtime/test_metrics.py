@@ -1,4 +1,4 @@
-"""Metrics come back from both files as they were written, numbers and vectors with one value per expert."""
+"""Scalars and vectors are read from metrics.jsonl and event files as they were written; bad lines are moved aside."""
 
 import json
 import math
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.runtime.metrics import TensorBoardWriter, make_writer
+from spmd_tasks.runtime.metrics import TensorBoardWriter, make_writer, read_jsonl
 
 LOAD = [0.1, 0.7, 0.15, 0.05]
 STEPS = {
@@ -29,7 +28,7 @@ def directory(tmp_path):
   return directory
 
 
-def test_a_copy_by_hard_links_logs_into_files_of_its_own(directory, tmp_path):
+def test_a_copy_with_hard_links_does_not_write_to_the_original(directory, tmp_path):
   copy = epath.Path(tmp_path / 'copy')
   copy.mkdir()
   before = (directory / 'metrics.jsonl').read_bytes()
@@ -59,7 +58,7 @@ def test_events_have_a_scalar_per_expert_and_a_histogram(directory):
     assert written == {step: np.float32(metrics['expert_load'][e]) for step, metrics in STEPS.items()}
   assert [event.value for event in events.Scalars('loss')] == [np.float32(1 / 3), np.float32(2 / 3)]
 
-  # As TensorBoard's histogram plugin reads it: rows of (left, right, how many experts are between).
+  # TensorBoard's histogram plugin reads rows of (left, right, number of experts in between).
   assert tags['tensors'] == ['expert_load']
   assert events.SummaryMetadata('expert_load').plugin_data.plugin_name == 'histograms'
   uneven, even = (
@@ -75,7 +74,7 @@ def test_events_have_a_scalar_per_expert_and_a_histogram(directory):
   assert set(even[:, :2].ravel()) == {0.25}
 
 
-def test_what_is_not_finite_is_written_all_the_same(tmp_path):
+def test_non_finite_values_are_written(tmp_path):
   directory = epath.Path(tmp_path)
   writer = make_writer(directory, trackers=('tensorboard',), primary=True)
   writer.write(3, {'loss': math.inf, 'expert_load': [math.nan, -math.inf, 1.0]})
@@ -98,7 +97,7 @@ def test_texts(tmp_path):
   assert events.SummaryMetadata('sample_02').plugin_data.plugin_name == 'text'
 
 
-def test_an_interrupted_line_is_dropped_and_the_last_of_a_step_counts(directory):
+def test_an_interrupted_line_is_dropped_and_the_last_line_of_a_step_counts(directory):
   with (directory / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 3, "expert_l')
   writer = make_writer(directory, trackers=(), primary=True)
@@ -118,9 +117,9 @@ def test_only_the_primary_process_writes(tmp_path):
 
 BAD_LINES = {
   'garbage': b'garbage\n',
-  'two run together': b'{"step": 1, "loss": 9}{"step": 2, "loss": 9}\n',
+  'two without a newline': b'{"step": 1, "loss": 9}{"step": 2, "loss": 9}\n',
   'no step': b'{"loss": 9}\n',
-  'a value that is no number': b'{"step": 1, "loss": {"x": 9}}\n',
+  'a value that is not a number': b'{"step": 1, "loss": {"x": 9}}\n',
   'a number too large': b'{"step": 1, "loss": 1' + b'0' * 400 + b'}\n',
   'deep': b'{"step": 1, "loss": ' + b'[' * 100_000 + b'\n',
 }
@@ -128,7 +127,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize('place', ['middle', 'last'])
 @pytest.mark.parametrize('kind', BAD_LINES)
-def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(directory, kind, place, caplog):
+def test_readers_skip_a_bad_line_and_the_next_writer_moves_it_aside(directory, kind, place, caplog):
   path = directory / 'metrics.jsonl'
   lines = path.read_bytes().splitlines(keepends=True)
   bad = BAD_LINES[kind]
@@ -142,12 +141,12 @@ def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(direc
   assert caplog.text.count('moved to metrics.jsonl.bad_lines') == 1
 
 
-@pytest.mark.parametrize('end, kept', [(b'{"step": 3, "lo', 2), (b'\0\0\0', 2), (b'{"step": 3, "loss": 1.0}', 3)])
-def test_an_unfinished_last_line_is_dropped_and_one_without_its_newline_is_kept(directory, end, kept):
+@pytest.mark.parametrize('end, last_step', [(b'{"step": 3, "lo', 2), (b'\0\0\0', 2), (b'{"step": 3, "loss": 1.0}', 3)])
+def test_an_unfinished_last_line_is_dropped_unless_only_its_newline_is_missing(directory, end, last_step):
   path = directory / 'metrics.jsonl'
   path.write_bytes(path.read_bytes() + end)
   writer = make_writer(directory, trackers=(), primary=True)
   writer.write(9, {'loss': 1})
   writer.close()
-  assert list(read_jsonl(directory)) == [*range(1, kept + 1), 9]
+  assert list(read_jsonl(directory)) == [*range(1, last_step + 1), 9]
   assert not (directory / 'metrics.jsonl.bad_lines').exists()

@@ -1,10 +1,10 @@
-"""One truth for numbers: the same experiment on any mesh, padded or not, accumulated or not, gives one loss curve.
+"""An experiment has one loss curve on any mesh, padded or not, accumulated or not.
 
-12 steps in float32 of models none of whose dims divides an axis of 4 (width 30, 3 heads, 90 or 45 hidden, vocabulary
-257 or 67; 6 experts; 6 layers in a pipeline): dense ones, with long sequences over a context axis, mixtures of
-experts in any dispatch and form, pipelines in any schedule, encoder-decoders and prefix models (relative biases,
-cross-attention, dropout, losses that are sums), the blocks of published families. Rows pair a mesh with settings that
-are independent of it; `--all` has more pairs, and scripts/number_campaign draws any.
+Models train for 12 steps in float32. None of their dims is divisible by an axis of 4 (width 30, 3 heads, 90 or 45
+hidden units, vocabulary 257 or 67, 6 experts, 6 layers in a pipeline). There are dense models, long sequences over a
+context axis, mixtures of experts with all dispatches and forms, pipelines with all schedules, encoder-decoders and
+prefix models (relative biases, cross-attention, dropout, losses that are sums), and blocks of published families. Rows
+pair a mesh with settings that do not depend on it; `--all` has more pairs, and scripts/number_campaign random ones.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from spmd_tasks.experiments import t5
 from spmd_tasks.recipes import MoeEncoderDecoderLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 from tests.runtime.family_experiments import Families
-from tests.runtime.loss_curves import assert_same_run, drawn_weights, make_model, reference, runner, table
+from tests.runtime.loss_curves import assert_same_run, make_model, random_weights, reference, runner, table
 from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
 from tests.runtime.uneven_experiments import Adafactor, AdamW, Muon
 
 
 class Context(Adafactor):
-  """synthetic.Uneven with its sequences over an axis, too."""
+  """synthetic.Uneven with context parallelism."""
 
   mesh_axis_names = ('replica', 'data', 'context', 'mdl')
   ici_mesh_shape = (1, 1, 2, 4)
@@ -35,7 +35,7 @@ class Context(Adafactor):
 
 
 class Uneven(t5.V10Tiny, t5.UMT5Tiny):
-  """Dropout in all places of T5, tied logits, label smoothing, a loss that is a sum, and biases of each layer."""
+  """T5's dropout, tied logits, label smoothing, a loss that is a sum, and relative biases per layer."""
 
   model_dims = 30
   dropout_rate = 0.1
@@ -43,13 +43,13 @@ class Uneven(t5.V10Tiny, t5.UMT5Tiny):
 
 
 class Prefix(t5.PrefixTiny):
-  """One stack."""
+  """A prefix model with one stack."""
 
   model_dims = 30
 
 
 class Mixture(Uneven, MoeEncoderDecoderLanguageModel):
-  """And ST-MoE's sublayers in each block, with dropout in them and in the experts; 4 experts, split over `data`."""
+  """Uneven with ST-MoE's sublayers in each block, dropout also in the 4 experts, which are split over `data`."""
 
   mixture_every = 1
   num_experts = 4
@@ -61,7 +61,7 @@ class Mixture(Uneven, MoeEncoderDecoderLanguageModel):
 
 
 SIX = ('num_layers=6', 'batch_size=16')
-# What a row is compared with, on one device: its own experiment, or another one with overrides.
+# The reference of a row on one device: another experiment with overrides, or by default the same experiment.
 BASES = {
   Context: (Adafactor, ()),
   ExpertAxis: (AlongData, ()),
@@ -76,25 +76,25 @@ TWO, FOUR = 'task.learner.num_microbatches=2', 'task.learner.num_microbatches=4'
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 CHUNKS, SCATTERED, HEAD = ('num_logit_chunks=4',), ('scatters_gradients=True',), ('num_nextn_predict_layers=1',)
 THREE_ROWS = ('batch_size=3',)
-# Of sequences.
+# Sequences.
 RING, WINDOW = (f'{BLOCK}.attention.implementation=ring',), (f'{BLOCK}.attention.window=5',)
-# Of experts. The biases are gpt-oss's, which begin at zero; a token that is dropped gets no bias either.
+# Experts. The biases are gpt-oss's, which start at zero; a dropped token gets no bias either.
 FFN = f'{BLOCK}.ffn'
 ALL_TO_ALL = (f'{FFN}.computation.dispatch=padded_all_to_all',)
 PASSES = (*ALL_TO_ALL, f'{FFN}.computation.capacity_factor=0.7', f'{FFN}.computation.overflow=passes')
-# A balance loss is a product of two means: over microbatches apart it is another loss. A router's z-loss is a mean over
-# real tokens, which the learner weighs by those that are learnt.
+# A balance loss is a product of two means, so it differs between microbatches and the full batch. A router's z-loss is
+# a mean over all tokens, but microbatches are weighted by tokens with a loss.
 MICROBATCHES = ('load_balance_weight=0', 'router_z_weight=0')
 BIAS = (f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
 BIASES = (f'{FFN}.experts.use_bias=True', f'{FFN}.router.use_bias=True')
-# Of pipelines. What is taken over parts of a batch, whose rows have different lengths: the balance loss over shards;
-# biases, which follow the load by its sign; tokens dropped from groups of two rows.
+# Pipelines. Quantities over parts of a batch, whose rows have different lengths: the balance loss over shards, biases
+# that follow the sign of the load, and dropped tokens in groups of two rows.
 CIRCULAR, ONE_F_ONE_B = ('schedule=circular', 'num_repeats=2'), ('schedule=one_forward_one_backward',)
 SHARDS = f'{FFN}.load_balance_shards=4'
 BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
-# name, experiment, mesh, overrides, overrides of the reference on one device
-# Dense rows share a reference: two layers, which fill half of a circular pipeline, under Adafactor. Experts have AdamW.
+# name, experiment, mesh, overrides, overrides of the reference on one device Dense rows share a reference with two
+# layers, which fill half of a circular pipeline, and Adafactor. Experts use AdamW.
 FAST = ('data 2 x mdl 4', 'data 2 x expert 4')
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
@@ -109,9 +109,9 @@ CASES = [
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
 ]
-# By default tests/learning/test_muon.py compares Muon on a mesh, tests/layers/attention prefixes, tests/layers/moe
-# experts with a capacity, tests/layers/pipeline every schedule and experts in them, test_quantized_training.py steps of
-# one forward, one backward, test_checkpoint_moves.py where the moments of a pipeline lie.
+# Tests that run by default compare these features on a mesh too: tests/learning/test_muon.py (Muon),
+# tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts),
+# test_quantized_training.py (one forward, one backward) and test_checkpoint_moves.py (moments in a pipeline).
 ONE_BY_ONE = [
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),
   ('prefix', Prefix, (1, 1, 8), (), ()),
@@ -135,7 +135,7 @@ ONE_BY_ONE = [
   ('a head, one forward, one backward', PipelinedAdamW, (1, 2, 2, 2), (*ONE_F_ONE_B, *HEAD), HEAD),
   ('experts by gather, stage 4', PipelinedExperts, (1, 4, 2, 1, 1), (*ONE_F_ONE_B, *BY_GATHER), BY_GATHER),
   ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
-  # A minute, most of it XLA's; every run has the tests of the families' layers, one by one.
+  # Takes a minute to compile; the families' layers have tests of their own that run by default.
   ('families, stage 2 x data 2 x mdl 2', Families, (1, 2, 2, 2), (), ()),
 ]
 
@@ -144,14 +144,14 @@ ONE_BY_ONE = [
 def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
   base, sizes = BASES.get(experiment, (experiment, ()))
   metrics = None
-  if experiment is ExpertAxis and TWO in overrides:  # what layers report of a microbatch is weighed by its tokens
+  if experiment is ExpertAxis and TWO in overrides:  # layers' metrics are weighted by the tokens of a microbatch
     metrics = ('loss', 'loss_weight', 'cross_entropy', 'accuracy')
   dcn = (1, 2, 1, 1) if name.startswith('two slices') else None
   assert_same_run(runner(experiment, shape, dcn=dcn, overrides=overrides), reference(base, (*sizes, *same)), metrics)
 
 
 def test_padding_is_reported():
-  """That it stays zero is a part of each comparison."""
+  """Each comparison checks that padding stays zero."""
   model, _ = make_model(AdamW, (1, 2, 4))
   padded, true = jax.tree.leaves(model.padded_state), jax.tree.leaves(model.abstract_state)
   assert sum(a.shape != b.shape for a, b in zip(padded, true)) >= 12  # weights, gradients, both moments, the average
@@ -168,8 +168,8 @@ def test_factored_moments_are_sharded_like_the_weight():
 
 
 @pytest.mark.slow
-def test_texts_are_searched_and_scored_as_on_one_device():
-  """Each request of its own length; the scores of the best texts, whose search reads one token at a time."""
+def test_beam_search_and_scores_agree_with_one_device():
+  """Requests have different lengths. The scores of the best texts agree with the search, one token at a time."""
   settings = DecodeSettings(max_len=9, num_slots=2, prefill_rows=2, min_bucket=9, prefill_chunk=9, eos_ids=(1,))
   settings = dataclasses.replace(settings, num_beams=3, beam_rule='t5x', length_penalty=0.6)
   rng = np.random.default_rng(3)
@@ -177,21 +177,21 @@ def test_texts_are_searched_and_scored_as_on_one_device():
     Request(ids=ids, encoder_ids=tuple(rng.integers(2, 67, length).tolist()), max_tokens=4, stop_ids=(1,))
     for length, ids in ((9, (0,)), (20, (0, 5, 6, 7, 8)), (1, (0,)), (7, (0, 9)))
   ]
-  found = []
+  beams = []
   for shape in ((1, 1, 1), (1, 4, 2)):
     model, _ = make_model(Uneven, shape)
     padded = jax.tree.map(
       lambda w, padded: np.pad(w, [(0, size - true) for true, size in zip(w.shape, padded.shape)]),
-      drawn_weights(model.abstract_state.weights),
+      random_weights(model.abstract_state.weights),
       model.padded_state.weights,
     )
     variables = {'params': jax.device_put(padded, jax.tree.map(lambda w: w.sharding, model.padded_state.weights))}
     steps = DecodeSteps(model, settings)
     searched = dict(search(steps, variables, requests, decode=lambda tokens: ''))
-    best = [searched[0][0], searched[2][0]]  # of requests without a prompt
+    best = [searched[0][0], searched[2][0]]  # for requests without a prompt
     texts = [(requests[number].encoder_ids, tuple(beam.ids)) for number, beam in zip((0, 2), best, strict=True)]
     scores = dict(score_texts(steps, variables, texts, num_rows=2))
     for number, beam in enumerate(best):
       np.testing.assert_allclose(scores[number].logprob, beam.logprob, rtol=1e-4)
-    found.append([[beam.ids for beam in searched[i]] for i in range(4)])
-  assert found[0] == found[1]
+    beams.append([[beam.ids for beam in searched[i]] for i in range(4)])
+  assert beams[0] == beams[1]

@@ -1,4 +1,4 @@
-"""BaseTask, BaseLearner and Loss: what a subclass must define, and when its hooks are called."""
+"""BaseTask, BaseLearner and Loss can be subclassed with few methods, and their hooks are called."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def partition(task):
 
 
 class Hooks(Loss):
-  """Notes which hooks are called, and adds an entry in each."""
+  """Records which hooks are called; those that return a batch add an entry."""
 
   def __init__(self):
     self.called = []
@@ -74,11 +74,11 @@ def test_the_hooks_of_a_loss_are_called_in_a_step_with_microbatches():
   model = partition(Task(model=Linear(), loss=loss, learner=Learner(optimizer=optax.sgd(0.1), num_microbatches=2)))
   _, metrics = model.train_step(model.init(0), model.train_step.place(batch_of()))
   assert set(loss.called) == {'check_weights', 'prepare_whole_batch', 'prepare_batch', 'fills_first_parts'}
-  # The target is the prediction itself, moved by the mean of the whole batch.
+  # The target is the prediction plus the mean of the whole batch.
   np.testing.assert_allclose(metrics['loss'], batch_of()['y'].mean() ** 2, rtol=1e-5)
 
 
-def test_what_a_loss_prepares_has_no_backward_pass_in_the_flops():
+def test_flops_count_prepare_batch_without_a_backward_pass():
   task = Task(model=Linear(), loss=squared_error, learner=optax.sgd(0.1))
   model = partition(task)
   flops = [
@@ -100,7 +100,7 @@ def test_a_plain_function_is_wrapped_once():
 
 
 class KeepWeights(BaseLearner):
-  """The least that a learner must define; it changes nothing."""
+  """A learner with only the required methods; it does not change weights."""
 
   def init(self, weights, weight_specs):
     zero = jnp.zeros((), jnp.int32)
@@ -113,7 +113,7 @@ class KeepWeights(BaseLearner):
     return jax.tree.map(replicated_spec, abstract_state)
 
 
-def test_a_learner_of_ones_own_needs_three_methods():
+def test_a_custom_learner_needs_three_methods():
   model = partition(Task(model=Linear(), loss=squared_error, learner=KeepWeights()))
   first = model.init(0)
   weights = jax.device_get(first.weights)
@@ -124,7 +124,7 @@ def test_a_learner_of_ones_own_needs_three_methods():
 
 
 class OtherTask(BaseTask):
-  """The least that a task must define: linear regression without Linen."""
+  """A task with only the required methods: linear regression without Linen."""
 
   model, decode = 'x @ w', None
 
@@ -157,7 +157,7 @@ class OtherTask(BaseTask):
     return {'loss': squared_error(self.predict(variables, batch), batch)}
 
 
-def test_a_task_of_another_framework_trains_on_a_mesh_and_pads():
+def test_a_task_of_another_framework_trains_padded_on_a_mesh():
   task = OtherTask()
   model = partition(task)
   assert model.padded_state.weights['w'].shape == (4,)
@@ -171,17 +171,17 @@ def test_a_task_of_another_framework_trains_on_a_mesh_and_pads():
   assert model_flops_per_train_step(task, SPEC, model.abstract_state.variables) == 3 * 2 * B * D
 
 
-def test_a_task_of_another_framework_is_refused_by_what_reads_a_linen_model():
+def test_a_task_of_another_framework_is_refused_by_modes_that_need_a_linen_model():
   with pytest.raises(UserError, match=r'--mode serve .* OtherTask'):
     OtherTask().as_task('--mode serve')
 
 
 @pytest.mark.parametrize('learner', [object(), Learner], ids=['object', 'class'])
-def test_what_is_no_learner_is_refused(learner):
+def test_a_learner_of_the_wrong_type_is_refused(learner):
   with pytest.raises(UserError, match=r'learner is .* optimizer'):
     Task(model=Linear(), loss=squared_error, learner=learner)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_optimizer_of_the_wrong_type_is_refused():
   with pytest.raises(UserError, match='Optimizer'):
     Learner(optimizer=object())

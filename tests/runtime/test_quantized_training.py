@@ -1,4 +1,4 @@
-"""Training with products in int8 and fp8: one loss curve on any mesh, in decoding too, and what is refused."""
+"""Training with int8 and fp8 products has one loss curve on any mesh; decoding uses the products too."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from tests.runtime.uneven_experiments import AdamW
 SIX = ('num_layers=6', 'batch_size=16')
 BOTH = ('task.quantization={"^stack/layers/ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
 CASES = [('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',))]
-# By default tests/layers/test_quantized_products.py has these meshes for one product.
+# tests/layers/test_quantized_products.py tests single products on these meshes by default.
 ONE_BY_ONE = [
   ('gradients scattered, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), ('scatters_gradients=True', *SIX)),
   ('data 2 x mdl 4', AdamW, (1, 2, 4), SIX),
@@ -24,7 +24,7 @@ ONE_BY_ONE = [
 
 @pytest.mark.parametrize('name, experiment, shape, overrides', table(CASES, ONE_BY_ONE, fast=()))
 def test_one_loss_curve(name, experiment, shape, overrides):
-  """The loss of the first step to the last bits; later a number between two of int8 may be rounded to either."""
+  """The first loss agrees to the last bits; later, rounding errors may round a number to another int8 value."""
   alone = reference(AdamW, (*SIX, *BOTH))
   text = alone.runner.model.train_step.compile().as_text()
   assert 's8[' in text
@@ -48,16 +48,16 @@ def partitioned(name, setting):
     ('moe.StdlibTiny', {'ffn/': 'int8'}, 'experts/down: grouped products of experts are not quantized'),
   ],
 )
-def test_a_pattern_without_a_linear_is_refused(name, setting, message):
+def test_a_pattern_that_matches_no_linear_is_refused(name, setting, message):
   with pytest.raises(UserError, match=message):
     partitioned(name, setting)
 
 
-def test_experts_may_be_left_out_by_an_earlier_pattern():
+def test_an_earlier_pattern_may_exclude_experts():
   partitioned('moe.StdlibTiny', {'experts/': None, '/(ffn|attention)/': 'int8'})
 
 
-def test_generation_multiplies_as_training_does():
+def test_decoding_uses_quantized_products_too():
   job = resolve('synthetic.Tiny', ['task.quantization={"ffn/": "int8"}']).build()
   steps = DecodeSteps(partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1])))
   products = [line for line in steps.step.lower().as_text().splitlines() if 'stablehlo.dot_general' in line]

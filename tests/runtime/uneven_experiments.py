@@ -1,4 +1,4 @@
-"""synthetic.Uneven with averaged weights and each of three optimizers, for the tests that compare meshes."""
+"""synthetic.Uneven with averaged weights and three optimizers, for tests that compare meshes."""
 
 import fiddle as fdl
 
@@ -7,7 +7,7 @@ from spmd_tasks.experiments.synthetic import Uneven
 
 
 class AdamW(Uneven):
-  """With averaged weights, so that they are compared too."""
+  """AdamW with averaged weights."""
 
   def task(self):
     cfg = super().task()
@@ -16,7 +16,7 @@ class AdamW(Uneven):
 
 
 class Adafactor(AdamW):
-  """Factored from dims of 8 on, so that these tiny weights are."""
+  """Adafactor that factors dims of 8 or more, so that it factors these tiny weights."""
 
   learning_rate = 0.1  # relative to each weight's scale
 
@@ -28,7 +28,7 @@ class Adafactor(AdamW):
 
 
 class Muon(AdamW):
-  """Matrices of 3 layers, which neither 4 nor 8 devices divide."""
+  """Muon on matrices of 3 layers, which are not divisible by 4 or 8 devices."""
 
   def task(self):
     cfg = super().task()
