@@ -1,13 +1,12 @@
-"""Tuning: trains a pretrained model further on conversations, pairs of answers or rewards, or low-rank adapters alone.
+"""Tuning: trains a pretrained model on conversations, pairs of answers or rewards, all its weights or only adapters.
 
     class Notes(LowRankTuning, InstructionTuning): ...     # see experiments/finetune.py
 
-Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
-`references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
-`score_loss.py` (reward models, classifiers, embeddings), `rollout_input.py`, `rollout_sampler.py`, `environments.py`,
-`rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py` (rewards), `low_rank.py` (adapters alone;
-the package `adapters` implements them), then `text_pairs.py` (encoder-decoders).
-The names below are imported when first used.
+Start with `conversations.py` (which tokens have a loss), then read by topic: `preferences.py`, `preference_loss.py` and
+`references.py` (pairs of answers and the reference model); `distillation.py` (a teacher); `scored_texts.py` and
+`score_loss.py` (reward models, classifiers, embeddings); `rollout_input.py`, `rollout_sampler.py`, `environments.py`,
+`rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py` (learning from rewards); `low_rank.py`
+(adapters, which the package `adapters` implements); `text_pairs.py` (encoder-decoders). Each module loads on first use.
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
 
-# The hook of a kind of input.
+# The hook for each kind of input.
 _HOOKS = {
   'rollouts': 'rollouts:MakeRollouts',
   'taught rollouts': 'distillation:MakeTaughtRollouts',
@@ -49,37 +48,37 @@ _HOOKS = {
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses adapters to choose from where no request chooses one, and names the files of references of pairs."""
+  """Refuses modes that the inputs do not support, and sets the reference files of pairs of answers."""
   adapters = getattr(job.experiment, 'adapters', None)
   if adapters and mode in ('train', 'eval', 'export'):
     raise UserError(
-      f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: leave them '
-      'out. To train one, see finetune.LoraSft.'
+      f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: remove '
+      'them. To train one, see finetune.LoraSft.'
     )
   kinds = _kinds(job)
   if mode == 'preview' and {'rollouts', 'taught rollouts'} & kinds:
-    raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
+    raise UserError('--mode preview shows data, but this experiment samples its examples: use --mode train.')
   if mode in ('decode', 'decode_once') and 'scored texts' in kinds:
-    raise UserError(f'this model scores texts and predicts no tokens, which --mode {mode} needs: serve or export it.')
+    raise UserError(f'this model scores texts and cannot generate them in --mode {mode}: serve or export it.')
   if 'preferences' not in kinds:
     return job
-  from spmd_tasks.tuning.references import name_references
+  from spmd_tasks.tuning.references import name_references  # slow to import, and few commands have pairs
 
   return name_references(job, directory if mode in ('train', 'eval') else None)
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:
-  """Samples completions where rewards are learnt from, asks a teacher, or computes the references of pairs."""
+  """Returns the hooks that the kinds of the job's inputs need."""
   kinds = _kinds(job)
   return tuple(load(f'spmd_tasks.tuning.{hook}')() for kind, hook in _HOOKS.items() if kind in kinds)
 
 
 def _kinds(job: Any) -> set[str]:
-  """The kinds of the inputs of the job, and of the sources of mixtures."""
+  """Returns the kinds of the job's inputs, including the sources of mixtures."""
   inputs = [job.train_input, *job.eval_inputs.values()]
-  parts = [getattr(each, 'sources', None) for each in inputs]
-  inputs += [source for each in parts if isinstance(each, Mapping) for source in each.values()]
-  return {getattr(each, 'kind', '') for each in inputs}
+  mixtures = [sources for x in inputs if isinstance(sources := getattr(x, 'sources', None), Mapping)]
+  inputs += [source for sources in mixtures for source in sources.values()]
+  return {getattr(x, 'kind', '') for x in inputs}
 
 
 EXTENSION = Extension(

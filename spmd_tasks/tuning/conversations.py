@@ -1,4 +1,4 @@
-r"""ConversationInput: packed batches of conversations, whose loss is on what the assistant wrote.
+"""ConversationInput: packed batches of conversations, with the loss on the assistant's text.
 
     ConversationInput(
       source=Conversations(pattern='chats.jsonl'),       # lines {"messages": [{"role": ..., "content": ...}]}
@@ -8,9 +8,8 @@ r"""ConversationInput: packed batches of conversations, whose loss is on what th
       seq_len=2048,
     )
 
-Everything else is TextInput's: lanes, exact positions. A conversation is never divided between two rows: one
-that does not fit in what is left of a row begins the next, and one longer than a row is an error, is cut, or is left
-out, as `too_long` says.
+Order and positions are those of TextInput. A conversation is never divided between two rows: if it does not fit in the
+rest of a row, it begins the next row, and `too_long` says what to do if it is longer than a row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,11 +38,11 @@ _TOO_LONG = ('error', 'truncate', 'skip')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversations:
-  """Conversations in JSON lines, Parquet or Arrow files (a glob pattern or several), by the ends of their names.
+  """Conversations in JSON lines, Parquet or Arrow files (a glob pattern or several).
 
-  A record has the messages in `messages_field`, each an object with `role`, `content` and what else the template
-  reads (`tool_calls`, `reasoning_content`, ...); and the tools that the assistant may call in `tools_field`, if any,
-  in the format of OpenAI's API. Both may also be JSON as text.
+  A record has its messages in `messages_field`, objects with `role`, `content` and other keys that the template reads
+  (`tool_calls`, `reasoning_content`, ...), and optionally the tools that the assistant may call in `tools_field`, in
+  the format of OpenAI's API. Both fields may also be JSON text.
   """
 
   pattern: str | tuple[str, ...]
@@ -56,15 +55,15 @@ class Conversations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversationInput(TextInput):
-  """Packed batches of conversations; the fields of TextInput, and these.
+  """Packed batches of conversations.
 
-  Fields:
+  Fields, in addition to TextInput's:
     source: Conversations.
-    template: writes the conversations as text, and says which of it is the assistant's.
+    template: renders the conversations, and determines which text is the assistant's.
     template_variables: further variables of the template, such as {'enable_thinking': False}.
-    too_long: a conversation of more than T tokens is an 'error', or its end is cut ('truncate'), or it is left out
-      ('skip'). A cut one in which nothing of the assistant is left is left out. How many there were is in the log.
-    date: what a template takes for today (year-month-day), so that examples are the same on every day.
+    too_long: what to do with a conversation of more than T tokens: 'error', 'truncate' (or leave it out, if no token of
+      the assistant remains), or 'skip'. The log says how many there were.
+    date: the date (year-month-day) that the template reads, so that examples do not depend on the day.
   """
 
   template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
@@ -84,13 +83,13 @@ class ConversationInput(TextInput):
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
     if not hasattr(self.tokenizer, 'encode_with_offsets'):
       raise UserError(
-        f'{type(self.tokenizer).__name__} cannot say which characters its tokens are, so that the loss cannot be on '
-        "the assistant's alone: use a model's folder with a tokenizer.json."
+        f'{type(self.tokenizer).__name__} has no offsets of tokens, by which the loss is restricted to the assistant: '
+        'use a FolderTokenizer, whose folder has a tokenizer.json.'
       )
     return self.iterator_type(self, shard_index, shard_count)
 
   def renderer(self) -> 'Renderer':
-    """Makes the Renderer, which writes messages as tokens."""
+    """Returns the Renderer of messages."""
     return Renderer(
       tokenizer=self.tokenizer, template=self.template, variables=dict(self.template_variables), date=self.date
     )
@@ -101,7 +100,7 @@ class ConversationInput(TextInput):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Renderer:
-  """Writes messages as tokens, by a chat template and a tokenizer."""
+  """Renders messages as tokens with a chat template and a tokenizer."""
 
   tokenizer: Tokenizer
   template: ChatTemplate
@@ -113,29 +112,29 @@ class Renderer:
 
   @property
   def now(self) -> datetime.datetime:
-    """The time that templates are given."""
+    """The time for the template's `strftime_now`."""
     try:
       return datetime.datetime.fromisoformat(self.date)
     except (TypeError, ValueError) as e:
       raise UserError(f'date = {self.date!r} must be a year, month and day, such as 2026-01-31.') from e
 
   def turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a conversation, int32 [N], and which of them the assistant wrote, bool [N]."""
+    """Returns the tokens of a conversation, int32 [N], and a mask of the assistant's tokens, bool [N]."""
     text, spans = render_turns(self.template, messages, tools, self.variables, self.now)
     return self.encode(text, spans, ends=messages[-1]['role'] == 'assistant')
 
   def plain(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of texts without a template, bos, prompt, answer, eos, and which are the answer's or the eos."""
+    """Returns the tokens of bos, prompt, answer and eos without a template, and a mask of the answer and the eos."""
     text = prompt + answer
     return self.encode(text, [(len(prompt), len(text))], ends=True, is_rendered=False)
 
   def encode(self, text: str, spans: Spans, *, ends: bool, is_rendered: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a text, int32 [N], and which of them lie in its spans, bool [N].
+    """Returns the tokens of a text, int32 [N], and a mask of the tokens in its spans, bool [N].
 
-    Where the template does not write the beginning of text itself, it is put before, as before a prompt; and the end
-    of text behind a text that `ends` with the assistant's, unless it is there.
+    Unless the template writes the bos, adds the tokens that begin a prompt, and, if `ends`, an eos after the text;
+    neither is added twice.
     """
-    ids, offsets = self.tokenizer.encode_with_offsets(text)  # type: ignore[attr-defined]  # `make_iterator` asks
+    ids, offsets = self.tokenizer.encode_with_offsets(text)  # type: ignore[attr-defined]  # `make_iterator` checks
     mask = tokens_of_spans(offsets, spans)
     if is_rendered and self.template.writes_bos:
       return ids, mask
@@ -147,16 +146,16 @@ class Renderer:
     return ids, mask
 
   def identity(self) -> dict[str, Any]:
-    """Plain data that differ where the same messages would give other tokens."""
-    written = dataclasses.asdict(self.template) | {'variables': self.variables, 'date': self.date}
-    written.pop('response_template')  # by which no tokens are made
-    digest = hashlib.blake2b(json.dumps(written, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    """Returns JSON data that change whenever the tokens of messages would change."""
+    settings = dataclasses.asdict(self.template) | {'variables': self.variables, 'date': self.date}
+    settings.pop('response_template')  # which affects no tokens
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     return {'tokenizer': self.tokenizer.fingerprint(), 'template': digest}
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordEncoder:
-  """A BlockEncoder of records that stay whole; each is a document, or several. `settings` are those of its input."""
+  """Base class of BlockEncoders of records, which are never divided between rows; `settings` is the input."""
 
   settings: ConversationInput
   keeps_whole: ClassVar[bool] = True
@@ -179,12 +178,12 @@ class RecordEncoder:
     raise NotImplementedError
 
   def fits(self, what: str, num_tokens: int, remark: str = '') -> bool:
-    """Whether a record has at most T tokens; raises a UserError if not, and `too_long` says so."""
+    """Returns whether a record has at most T tokens; raises a UserError if not and `too_long` is 'error'."""
     seq_len = self.settings.seq_len
     if num_tokens > seq_len and self.settings.too_long == 'error':
       raise UserError(
-        f'{what} has {num_tokens} tokens{remark}, but a row only seq_len = {seq_len}: raise seq_len, or set too_long '
-        "to 'truncate' or 'skip'."
+        f'{what} has {num_tokens} tokens{remark}, more than seq_len = {seq_len}: raise seq_len, or set too_long to '
+        "'truncate' or 'skip'."
       )
     return num_tokens <= seq_len
 
@@ -196,67 +195,67 @@ class ConversationEncoder(RecordEncoder):
   """The BlockEncoder of conversations."""
 
   def encode_record(self, record: Record) -> TokenBlock:
-    source = self.settings.source  # a user's own one may have no such fields
+    source = self.settings.source  # a user's own source may lack the fields
     messages_field = getattr(source, 'messages_field', 'messages')
     messages = messages_of(record.values, messages_field)
-    _refuse_empty_turns(messages, messages_field)
+    _check_turns_are_not_empty(messages, messages_field)
     ids, mask = self.renderer.turns(messages, tools_of(record.values, getattr(source, 'tools_field', 'tools')))
     if not mask[1:].any():
-      raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
-    is_cut = not self.fits('the conversation', ids.size - 1)
-    if is_cut:
-      num_kept = self.settings.seq_len + 1
-      ids, mask = ids[:num_kept], mask[:num_kept]
+      raise UserError('the conversation has no token of the assistant to learn: remove it.')
+    is_truncated = not self.fits('the conversation', ids.size - 1)
+    if is_truncated:
+      length = self.settings.seq_len + 1
+      ids, mask = ids[:length], mask[:length]
       if self.settings.too_long == 'skip' or not mask[1:].any():
         return empty_block(self.dtypes)
     weights = mask[1:].astype(np.float32)
-    return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=int(is_cut))
+    return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=int(is_truncated))
 
 
 def config_of(template: ChatTemplate) -> fdl.Config:
-  """The config that builds a template."""
-  return fdl.Config(ChatTemplate, **{each.name: getattr(template, each.name) for each in dataclasses.fields(template)})
+  """Returns the config that builds a template."""
+  fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+  return fdl.Config(ChatTemplate, **fields)
 
 
 def empty_block(dtypes: Mapping[str, Any]) -> TokenBlock:
-  """The block of a record that is left out."""
+  """Returns the block of a record that is left out."""
   arrays = {name: np.zeros(0, dtype) for name, dtype in dtypes.items() if name not in ('ids', 'labels')}
   del arrays['segment_ids'], arrays['segment_pos']
   return TokenBlock(np.zeros(0, np.int32), np.zeros(0, np.int32), (), arrays, num_skipped=1)
 
 
 def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
-  """The messages in a field of a record, in the form that chat templates read.
+  """Returns the messages in a field of a record, in the form that chat templates read.
 
-  Raises:
-    UserError: they are missing, or are not a list of objects with a role and something said.
+  Raises a UserError unless they are a list of objects with a role, and text or tool calls.
   """
   if field not in record:
     raise UserError(
-      f'there is no field {field!r} (it has {sorted(record)[:20]}): write messages with role and content there, or '
-      'name another field by source.messages_field.'
+      f'the record has no field {field!r}, only {sorted(record)[:20]}: add messages with role and content, or set '
+      'source.messages_field.'
     )
   messages = _parsed(record[field], field)
   if not isinstance(messages, list) or not messages:
     raise UserError(f'{field!r} must be a list of at least one message, not {_show(messages)}.')
-  read = []
-  for number, message in enumerate(messages):
-    where = f'{field}[{number}]'
+  normalized = []
+  for index, message in enumerate(messages):
+    where = f'{field}[{index}]'
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
       raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
     if message.get('content') is None and not message.get('tool_calls') and message['role'] != 'tool':
-      raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
+      raise UserError(f"{where}, with role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
     if not _is_list_of_objects(message.get('tool_calls') or []):
-      raise UserError(f"{where} must have a list of objects as its 'tool_calls', not {_show(message['tool_calls'])}.")
+      raise UserError(f"'tool_calls' of {where} must be a list of objects, not {_show(message['tool_calls'])}.")
     message = normalized_message(message, where)
     if not isinstance(message['content'], str):
-      raise UserError(f"{where} must have a text as its 'content', or parts of it, not {_show(message['content'])}.")
-    read.append(message)
-  return read
+      raise UserError(f"'content' of {where} must be text or parts of text, not {_show(message['content'])}.")
+    normalized.append(message)
+  return normalized
 
 
 def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
-  """The tools in a field of a record; None where it has none. Raises a UserError if they are not a list of objects."""
+  """Returns the tools in a field of a record, or None. Raises a UserError if they are not a list of objects."""
   tools = _parsed(record.get(field), field)
   if not tools:
     return None
@@ -266,30 +265,29 @@ def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
 
 
 def _is_list_of_objects(value: Any) -> bool:
-  return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+  return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _refuse_empty_turns(messages: Sequence[Mapping[str, Any]], field: str) -> None:
-  """Raises a UserError if a turn of the assistant has no text, and neither calls of tools nor anything else."""
-  for number, message in enumerate(messages):
+def _check_turns_are_not_empty(messages: Sequence[Mapping[str, Any]], field: str) -> None:
+  """Raises a UserError if a message of the assistant has neither text, nor tool calls, nor another value."""
+  for index, message in enumerate(messages):
     content = message.get('content')
     is_empty = not (content.strip() if isinstance(content, str) else content)
-    says_more = any(value for name, value in message.items() if name not in ('role', 'content', 'name'))
-    if message['role'] == 'assistant' and is_empty and not says_more:
+    has_more = any(value for name, value in message.items() if name not in ('role', 'content', 'name'))
+    if message['role'] == 'assistant' and is_empty and not has_more:
       raise UserError(
-        f'{field}[{number}], a turn of the assistant, is empty, so that the model would learn to say nothing: remove '
-        'the message, or the conversation.'
+        f'{field}[{index}] is an empty message of the assistant: remove it, or the model learns to answer nothing.'
       )
 
 
 def _parsed(value: Any, field: str) -> Any:
-  """A field's value, which may be JSON as text, as tables have it whose objects differ."""
+  """Returns a field's value, parsed if it is JSON text, as in tables whose objects have different fields."""
   if not isinstance(value, str) or not value.strip():
     return value
   try:
     return json.loads(value)
   except (ValueError, RecursionError) as e:
-    raise UserError(f'{field!r} is a text that is not JSON: {e}.') from e
+    raise UserError(f'{field!r} is text, but not JSON: {e}. Repair or remove the record.') from e
 
 
 def _show(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""Distillation: a model learns the distributions of a teacher on given conversations, or on texts that it samples.
+"""Distillation: a model learns a teacher's distributions on conversations, or on completions that it samples.
 
-    DistillationLoss(beta=0.5)            # 0: forward KL divergence, 1: reverse, between: generalised Jensen-Shannon
+    DistillationLoss(beta=0.5)            # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon
 
-The teacher is a folder with the same vocabulary. It lies on the training mesh beside the state, and no checkpoint has
-it; before each step one program adds what it says of the batch's tokens: all its log-probabilities, or the K highest.
+The teacher is a folder with the same vocabulary. Its weights are on the training mesh, but in no checkpoint. Before
+each step, one program adds the teacher's log-probabilities for the batch's tokens: all of them, or the K highest.
 
-Shapes: B batch, T sequence, V vocab, K tokens that the teacher names, M microbatches.
+Shapes: B batch, T sequence, V vocab, K the teacher's most probable tokens.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
-from spmd_tasks.tuning.reward_models import frozen_model, open_beside
+from spmd_tasks.tuning.reward_models import frozen_model, open_second_folder
 from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
 from spmd_tasks.tuning.rollout_input import PromptIterator, Rollout, RolloutInput
 from spmd_tasks.tuning.rollout_sampler import place
@@ -39,10 +39,10 @@ _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
 
 def divergence(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
-  """Returns the generalised Jensen-Shannon divergence of log-probabilities [..., V] (Agarwal et al., 2024): [...].
+  """Returns the generalized Jensen-Shannon divergence (Agarwal et al., 2024) of log-probabilities [..., V]: [...].
 
-  It is beta KL(teacher | mixture) + (1 - beta) KL(student | mixture), the mixture having beta of the teacher; for beta
-  0 KL(teacher | student), and for 1 KL(student | teacher).
+  It is beta KL(teacher | mixture) + (1 - beta) KL(student | mixture), with mixture = beta teacher + (1 - beta) student;
+  KL(teacher | student) if beta is 0, and KL(student | teacher) if beta is 1.
   """
 
   def kl(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -55,20 +55,20 @@ def divergence(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array
 
 
 def _with_rest(log_probs: jax.Array) -> jax.Array:
-  """Adds the log-probability of all other tokens: [..., K] -> [..., K + 1]."""
-  known = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
-  return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(known))], axis=-1)
+  """Appends the log-probability of all other tokens together: [..., K] -> [..., K + 1]."""
+  total = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
+  return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(total))], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationLoss(WithAuxLosses):
-  """Mean over tokens of the divergence from the teacher's distributions; the cross-entropy for batches without them.
+  """The mean over tokens of the divergence from the teacher; the cross-entropy if a batch has no teacher.
 
   Fields:
-    beta: as for `divergence`.
-    temperature: by which the logits of both models are divided.
-    label_weight: the share of the cross-entropy to the labels in the loss, from 0 to 1.
-    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+    beta: see `divergence`.
+    temperature: divides the logits of both models.
+    label_weight: the weight of the cross-entropy with the labels, from 0 to 1; the divergence has the rest.
+    aux_loss_weights, num_aux_layers: see WithAuxLosses.
   """
 
   beta: float = 0.5
@@ -87,14 +87,15 @@ class DistillationLoss(WithAuxLosses):
 
     Args:
       predictions: `logits` float [B, T, V]; optionally `aux`.
-      batch: `labels` int32 [B, T], `weights` float [B, T]; `teacher_log_probs` float [B, T, V], at the temperature, or
-        [B, T, K] of the tokens `teacher_ids` int32 [B, T, K]: all others then count as one.
+      batch: `labels` int32 [B, T]; `weights` float [B, T]; `teacher_log_probs` float [B, T, V], at the temperature.
+        With `teacher_ids` int32 [B, T, K], `teacher_log_probs` [B, T, K] are for these tokens, and all other tokens
+        count as one.
     """
-    output = LanguageModelLoss()({name: each for name, each in predictions.items() if name != 'aux'}, batch)
+    output = LanguageModelLoss()({name: x for name, x in predictions.items() if name != 'aux'}, batch)
     loss = output.loss
     if _LOG_PROBS in batch:
       if 'logits' not in predictions:
-        raise UserError('distillation needs all logits at once, but num_logit_chunks divides them: leave it 1.')
+        raise UserError('distillation needs all logits at once, but num_logit_chunks divides them: set it to 1.')
       student, teacher = jax.nn.log_softmax(predictions['logits'] / self.temperature, axis=-1), batch[_LOG_PROBS]
       if _IDS in batch:
         student = _with_rest(jnp.take_along_axis(student, batch[_IDS], axis=-1))
@@ -110,12 +111,12 @@ class DistillationLoss(WithAuxLosses):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithTeacher:
-  """An input whose batches get what a teacher says of them.
+  """An input whose batches get a teacher's log-probabilities.
 
   Fields:
-    teacher: its folder.
+    teacher: the teacher's folder.
     vocab_size: V.
-    teacher_top_k: K; 0: all of V.
+    teacher_top_k: K; 0 uses all V tokens.
   """
 
   teacher: str
@@ -127,13 +128,13 @@ class _WithTeacher:
   def __post_init__(self):
     super().__post_init__()  # type: ignore[misc]
     if not 0 <= self.teacher_top_k < self.vocab_size:
-      raise UserError(f'teacher_top_k = {self.teacher_top_k} must be below the vocabulary of {self.vocab_size}, or 0.')
+      raise UserError(f'teacher_top_k = {self.teacher_top_k} must be in [0, {self.vocab_size}), 0 for all tokens.')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return super().element_spec() | self.teacher_spec()  # type: ignore[misc]
 
   def teacher_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the teacher adds to a batch."""
+    """Returns the spec of the arrays that the teacher adds to a batch."""
     shape = (self.batch_size, self.seq_len, self.teacher_top_k or self.vocab_size)
     ids = {_IDS: jax.ShapeDtypeStruct(shape, np.int32)} if self.teacher_top_k else {}
     return {_LOG_PROBS: jax.ShapeDtypeStruct(shape, np.float32), **ids}
@@ -143,26 +144,26 @@ class _TaughtIterator(TextIterator):
   _settings: Any  # _WithTeacher
 
   def finish(self, batch: Batch) -> Batch:
-    return _with_made_up_teacher(batch, self._settings)
+    return _with_uniform_teacher(batch, self._settings)
 
 
 class _TaughtPrompts(PromptIterator):
   def __next__(self) -> Batch:
-    return _with_made_up_teacher(super().__next__(), self._settings)
+    return _with_uniform_teacher(super().__next__(), self._settings)
 
 
-def _with_made_up_teacher(batch: Batch, settings: Any) -> Batch:
-  """A batch with a teacher who finds all tokens equally probable, for --mode verify; AskTeacher asks a real one."""
+def _with_uniform_teacher(batch: Batch, settings: Any) -> Batch:
+  """Adds a uniform distribution as the teacher's, for --mode verify; in training, AskTeacher replaces it."""
   shape = (len(batch['ids']), *settings.teacher_spec()[_LOG_PROBS].shape[1:])
-  made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
+  uniform = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
   if settings.teacher_top_k:
-    made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
-  return batch | made_up
+    uniform[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
+  return batch | uniform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaughtInput(_WithTeacher, ConversationInput):
-  """Conversations, and what a teacher says of them; the fields of ConversationInput and of a teacher."""
+  """Conversations with a teacher's log-probabilities."""
 
   kind: ClassVar[str] = 'taught conversations'
   iterator_type: ClassVar[type[TextIterator]] = _TaughtIterator
@@ -170,7 +171,7 @@ class TaughtInput(_WithTeacher, ConversationInput):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaughtRollouts(_WithTeacher, RolloutInput):
-  """Rollouts, and what a teacher says of them, so that they need no rewards; the fields of both."""
+  """Rollouts with a teacher's log-probabilities, which need no rewards."""
 
   kind: ClassVar[str] = 'taught rollouts'
   needs_reward: ClassVar[bool] = False
@@ -181,39 +182,40 @@ class TaughtRollouts(_WithTeacher, RolloutInput):
 
 
 class AskTeacher(TrainHook):
-  """Gives the loop batches with what the teacher says of them."""
+  """Gives the training loop batches with the teacher's log-probabilities."""
 
   def prepare(self, run: TrainRun) -> None:
-    settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, _WithTeacher))
+    settings = next(source for source in sources_of(run.job.train_input) if isinstance(source, _WithTeacher))
     task = run.job.task.as_task('distillation')
-    self._folder = folder = open_beside(run, settings.teacher)
+    self._folder = folder = open_second_folder(run, settings.teacher)
     is_decoder = not folder.decoder.num_encoder_layers and folder.decoder.num_labels is None
     if folder.decoder.vocab_size != settings.vocab_size or not is_decoder:
       raise UserError(
-        f'the teacher {settings.teacher} must be a decoder with logits and the vocabulary of the model, '
-        f'{settings.vocab_size} tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
+        f'the teacher {settings.teacher} has a vocabulary of {folder.decoder.vocab_size} tokens: it must be a decoder '
+        f"with logits and the model's vocabulary of {settings.vocab_size} tokens."
       )
     temperature = task.loss.temperature if isinstance(task.loss, DistillationLoss) else 1.0
-    added, number, top_k = settings.teacher_spec(), task.num_microbatches, settings.teacher_top_k
-    spec = {name: each for name, each in run.job.train_input.element_spec().items() if name not in added}
+    teacher_spec, num_parts, top_k = settings.teacher_spec(), task.num_microbatches, settings.teacher_top_k
+    batch_spec = run.job.train_input.element_spec()
+    spec = {name: entry for name, entry in batch_spec.items() if name not in teacher_spec}
     self._model = frozen_model(run, folder, spec)
     teacher = self._model.task
 
-    def answers_of(variables: Any, part: Any) -> dict[str, jax.Array]:
+    def log_probs_of(variables: Any, part: Any) -> dict[str, jax.Array]:
       log_probs = jax.nn.log_softmax(teacher.predict(variables, part)['logits'] / temperature, axis=-1)
       return dict(zip((_LOG_PROBS, _IDS), jax.lax.top_k(log_probs, top_k))) if top_k else {_LOG_PROBS: log_probs}
 
     def ask(variables: Any, batch: Any) -> dict[str, jax.Array]:
-      return compute_in_parts(lambda part: answers_of(variables, part), batch, number)
+      return compute_in_parts(lambda part: log_probs_of(variables, part), batch, num_parts)
 
-    self.step = self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
+    self.step = self._model.batch_step('ask_teacher', spec, ask, output_spec=teacher_spec)
 
   def load(self) -> None:
     """Reads the teacher's weights."""
     self._variables = variables_from_folder(self._model, self._folder)
 
   def place(self, batch: Batch) -> dict[str, jax.Array]:
-    """Places a batch on the mesh, without what the teacher adds."""
+    """Places a batch on the mesh, without the teacher's arrays."""
     return self.step.place({name: batch[name] for name in self.step.layout.spec})
 
   def batches(self, run: TrainRun) -> Any:
@@ -227,12 +229,12 @@ class AskTeacher(TrainHook):
     return MadeBatches(make, lambda: read.seconds_waited)
 
   def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The placed batch with the teacher's answers."""
+    """Adds the teacher's log-probabilities to a placed batch."""
     return {**batch, **self.step(self._variables, batch)}
 
 
 class MakeTaughtRollouts(MakeRollouts):
-  """Gives the loop rollouts with what the teacher says of them."""
+  """Gives the training loop rollouts with the teacher's log-probabilities."""
 
   def prepare(self, run: TrainRun) -> None:
     self._teacher = AskTeacher()
@@ -248,36 +250,39 @@ class MakeTaughtRollouts(MakeRollouts):
 
 
 class DistillationTuning(InstructionTuning):
-  """Tunes the model of a folder on what a teacher says of the assistant's tokens in conversations."""
+  """Tunes a folder's model on a teacher's distributions of the assistant's tokens in conversations."""
 
-  # The teacher's folder, with the same vocabulary; how many tokens it names for each (0: all).
+  # The folder of the teacher, which has the same vocabulary, and how many of its most probable tokens to use (0: all).
   teacher: str = ''
   teacher_top_k: int = 0
-  # 0: forward KL divergence, 1: reverse, between: generalised Jensen-Shannon; see DistillationLoss.
+  # 0: forward KL divergence, 1: reverse, between: generalized Jensen-Shannon; see DistillationLoss.
   beta: float = 0.5
   temperature: float = 1.0
   label_weight: float = 0.0
 
   def loss(self) -> fdl.Config:
-    """The divergence from the teacher."""
+    """Returns the config of the DistillationLoss."""
     settings = {name: getattr(self, name) for name in ('beta', 'temperature', 'label_weight')}
     return fdl.Config(DistillationLoss, **settings)
 
   def train_input(self) -> fdl.Config:
     if not self.teacher:
-      raise UserError(f'{type(self).__name__} needs a teacher: --set teacher=FOLDER, with the vocabulary of the model.')
-    made = super().train_input()
-    for each in made.sources.values() if hasattr(made, 'sources') else (made,):
-      fdl.update_callable(each, TaughtInput)
-      each.teacher, each.teacher_top_k = self.teacher, self.teacher_top_k
-      each.vocab_size = self.folder.decoder.vocab_size
-    return made
+      raise UserError(f'{type(self).__name__} needs a teacher with the vocabulary of the model: --set teacher=FOLDER.')
+    train_input = super().train_input()
+    for source in train_input.sources.values() if hasattr(train_input, 'sources') else (train_input,):
+      fdl.update_callable(source, TaughtInput)
+      source.teacher, source.teacher_top_k = self.teacher, self.teacher_top_k
+      source.vocab_size = self.folder.decoder.vocab_size
+    return train_input
 
 
 class SampledDistillation(RewardTuning):
-  """Tunes a model on what a teacher says of completions that the model samples; a base before that of the model."""
+  """Tunes a model on a teacher's distributions of completions that the model samples.
 
-  # As for DistillationTuning. Rewards are not needed, and are only logged.
+  A mixin: name it before the model's base class.
+  """
+
+  # See DistillationTuning. Rewards are optional, and only logged.
   teacher: str = ''
   teacher_top_k: int = 0
   beta: float = 0.5
@@ -287,22 +292,22 @@ class SampledDistillation(RewardTuning):
   packing = False
 
   def loss(self) -> fdl.Config:
-    """The divergence, at the temperature of the samples."""
+    """Returns the config of the DistillationLoss, at the sampling temperature."""
     return fdl.Config(DistillationLoss, beta=self.beta, temperature=self.temperature)
 
   def check_data(self) -> None:
-    """Raises a UserError without prompts or a teacher, or with settings of losses from rewards."""
+    """Raises a UserError unless there are prompts and a teacher, and no settings of losses from rewards."""
     if not self.data or not self.teacher:
       raise UserError(f'{type(self).__name__} needs prompts and a teacher: --set data=FILE --set teacher=FOLDER.')
-    of_rewards = ('method', *Method.__dataclass_fields__, 'gamma', 'lam', 'value_weight', 'value_clip', 'kl_weight')
-    of_rewards += ('reference', 'sampler_cap')
-    given = [name for name in of_rewards if getattr(self, name) != getattr(SampledDistillation, name)]
-    if given:
-      raise UserError(f'{type(self).__name__} learns from a teacher alone, not by {", ".join(given)}: leave out these.')
+    names = ('method', *Method.__dataclass_fields__, 'gamma', 'lam', 'value_weight', 'value_clip', 'kl_weight')
+    names += ('reference', 'sampler_cap')
+    unused = [name for name in names if getattr(self, name) != getattr(SampledDistillation, name)]
+    if unused:
+      raise UserError(f'{type(self).__name__} learns only from a teacher and ignores {", ".join(unused)}: remove them.')
 
   def train_input(self) -> fdl.Config:
-    made = super().train_input()
-    fdl.update_callable(made, TaughtRollouts)
-    made.teacher, made.teacher_top_k = self.teacher, self.teacher_top_k
-    made.vocab_size = self.task().model.embedding.vocab_size
-    return made
+    rollouts = super().train_input()
+    fdl.update_callable(rollouts, TaughtRollouts)
+    rollouts.teacher, rollouts.teacher_top_k = self.teacher, self.teacher_top_k
+    rollouts.vocab_size = self.task().model.embedding.vocab_size
+    return rollouts

@@ -1,4 +1,4 @@
-"""Episodes: completions of prompts, and an environment's answers to them, several turns in one sequence of tokens.
+"""Episodes: completions of a prompt and an environment's answers, several turns in one sequence of tokens.
 
     class Calculator:                                        # --set environment=my_lab.games:Calculator
       stop = ('=',)
@@ -9,13 +9,13 @@
 
       def step(self, completion):
         if completion.endswith('='):
-          return str(compute(completion)), 0.0, False        # what comes next, a reward, and whether this is the end
+          return str(compute(completion)), 0.0, False        # the answer, a reward, and whether the episode ends
         return None, float(completion == self.answer), True
 
-Each call is a function of the record and of the completions so far: an object is made, and either gets back what
-its `state()` returned after the turn before, by `restore(state)`, or without these methods begins and makes all
-steps again. So any process may answer, a process that hangs costs one episode, and nothing of an environment is kept
-when the job ends in the middle of a rollout: the rollout is drawn anew, to the same bits.
+An answer must depend only on the record and the completions so far. For each turn a new instance is made. It either
+restores the state of the turn before, if the class has the methods `state()` and `restore(state)`, or repeats all steps
+from `reset`. Any process can therefore answer, and a process that hangs costs one episode. If a job ends during a
+rollout, a resumed job samples the rollout again, bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +31,17 @@ _PLACEHOLDER = {'role': 'assistant', 'content': 'x'}
 
 @dataclasses.dataclass(kw_only=True)
 class Episode:
-  """A prompt and what follows it: one completion, or the turns of the model and of an environment.
+  """A prompt and its continuation: one completion, or alternating turns of the model and an environment.
 
   Fields:
-    prompt_ids, ids: tokens of the prompt, and of what follows.
-    logprobs, is_sampled: of each of `ids`: its log-probability, 0 where the model did not write it, and whether it did.
-    text: of `ids`.
-    is_cut: the limit of tokens or turns has ended it.
-    reward: the sum of the environment's; NaN without an environment, or if that failed.
+    prompt_ids, ids: the tokens of the prompt, and of its continuation.
+    logprobs, is_sampled: for each of `ids`, its log-probability, and whether the model sampled it; 0 and False if not.
+    text: the text of `ids`.
+    is_cut: whether the limit of tokens or turns ended the episode.
+    reward: the sum of the environment's rewards; NaN without an environment, or if it failed.
     turns, state: the model's texts, and the environment's state after them.
-    expert_ids: of a single completion, which experts computed its prompt and itself, [T, n]; None: not known.
-    messages, tools: what the template wrote so far, the model's texts replaced; None: the texts are no messages.
+    expert_ids: the experts that computed the tokens of the prompt and a single completion, [T, n]; None if unknown.
+    messages, tools: the conversation so far, with placeholders for the model's texts; None if the prompt is a text.
   """
 
   prompt_ids: tuple[int, ...] = ()
@@ -70,16 +70,16 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-  """Goes on with episodes after their first completions.
+  """Continues episodes after their first completions.
 
   Fields:
-    tokenizer, template: of the texts.
-    stop: strings of the environment at which a turn ends; they belong to the text that it gets.
-    max_tokens: of all that follows the prompt of an episode.
-    max_turns: of the model.
-    report: shows a sentence about an episode that failed.
-    answer: to each (record, texts of the model, state) gives (messages, reward, done, state), or None where it fails.
-    complete: completes (number of the episode, ids, tokens that may follow), in the same order.
+    tokenizer, template: for the environment's answers.
+    stop: the environment's stop strings, which end a turn and are part of its text.
+    max_tokens: the limit of an episode's tokens after the prompt.
+    max_turns: the limit of the model's turns.
+    report: shows a message about an episode that failed.
+    answer: for each (record, the model's texts, state), returns (messages, reward, done, state), or None if it fails.
+    complete: (turn, [(index of the episode, ids, limit of further tokens), ...]) -> Completions, in the same order.
   """
 
   tokenizer: Tokenizer
@@ -95,43 +95,47 @@ class Turns:
     """Plays episodes to their ends.
 
     Args:
-      records, episodes: of the same length; each episode has its prompt alone.
-      newest: its first Completion.
+      records, episodes: of the same length; the episodes have only their prompts.
+      newest: the first Completion of each episode.
     """
     for episode in episodes:
       episode.reward = 0.0
     running, turn = dict(zip(range(len(episodes)), newest, strict=True)), 1
     while running:
       endings = {}
-      for number, completion in running.items():
-        episodes[number].add(completion)
-        endings[number] = self._ending(episodes[number], completion)
-      answers = self.answer([(records[n], episodes[n].turns, episodes[n].state) for n in running])
-      wanted = []
-      for number, answer in zip(running, answers, strict=True):
-        episode = episodes[number]
+      for index, completion in running.items():
+        episodes[index].add(completion)
+        endings[index] = self._ending(episodes[index], completion)
+      answers = self.answer([(records[i], episodes[i].turns, episodes[i].state) for i in running])
+      continued = []
+      for index, answer in zip(running, answers, strict=True):
+        episode = episodes[index]
         try:
-          ids = self._after(episode, answer, endings[number], is_last=turn == self.max_turns)
+          ids = self._add_answer(episode, answer, endings[index], is_last=turn == self.max_turns)
         except UserError as error:
-          self.report(f'the environment gave {answer[0]!r:.200}: {error}')
+          self.report(f'the environment returned {answer[0]!r:.200}: {error}')
           episode.reward, ids = float('nan'), []
         if ids:
-          wanted.append((number, (*episode.prompt_ids, *episode.ids), self.max_tokens - len(episode.ids)))
-      running = dict(zip((number for number, *_ in wanted), self.complete(turn, wanted) if wanted else (), strict=True))
+          continued.append((index, (*episode.prompt_ids, *episode.ids), self.max_tokens - len(episode.ids)))
+      completions = self.complete(turn, continued) if continued else ()
+      running = dict(zip((index for index, *_ in continued), completions, strict=True))
       turn += 1
 
   def _ending(self, episode: Episode, completion: Any) -> str:
-    """The text of the completion's tokens behind its text, such as its stop string."""
+    """Returns the text of the completion's tokens after its text, such as a stop string of the template.
+
+    A stop string of the environment is added to the text of the turn instead.
+    """
     if completion.ids and completion.ids[-1] in completion.request.stop_ids:
       return decode_all(self.tokenizer, completion.ids[-1:])
     rest = decode_generated(self.tokenizer, completion.ids)[len(completion.text) :]
-    own = next((stop for stop in self.stop if rest.startswith(stop)), '')
-    episode.turns[-1] += own
-    episode.text += own
-    return rest[len(own) :]
+    stop = next((stop for stop in self.stop if rest.startswith(stop)), '')
+    episode.turns[-1] += stop
+    episode.text += stop
+    return rest[len(stop) :]
 
-  def _after(self, episode: Episode, answer: Any, ending: str, *, is_last: bool) -> list[int]:
-    """Adds what the environment answers; returns the tokens that it adds, none where the episode has ended."""
+  def _add_answer(self, episode: Episode, answer: Any, ending: str, *, is_last: bool) -> list[int]:
+    """Adds the environment's answer to an episode; returns its tokens, [] if the episode has ended."""
     if answer is None:
       episode.reward = float('nan')
       return []
@@ -146,7 +150,7 @@ class Turns:
       text = self._between(episode, messages)
       episode.messages = [*episode.messages, _PLACEHOLDER, *messages]
     if text is None:
-      raise UserError('its first answer was a text, so that it must give texts.')
+      raise UserError('its first answer was a text: return texts, too.')
     ids = list(self.tokenizer.encode(text.removeprefix(ending)))
     if is_last or len(episode.ids) + len(ids) >= self.max_tokens:
       episode.is_cut = True
@@ -158,16 +162,16 @@ class Turns:
     return ids
 
   def _between(self, episode: Episode, after: Sequence[Mapping[str, Any]]) -> str:
-    """What the template writes behind a text of the assistant: the end of its turn, messages, and the next beginning.
+    """Returns what the template writes from the end of the assistant's text to the next generation prompt.
 
-    The assistant's own text does not matter: a placeholder stands for it, so that templates may change what it says.
+    It is rendered with a placeholder as the assistant's text, which the template may change.
     """
     before = episode.messages or ()
     prompt = self.template.render(before, tools=episode.tools) + _PLACEHOLDER['content']
     whole = self.template.render([*before, _PLACEHOLDER, *after], tools=episode.tools)
     if not whole.startswith(prompt):
       raise UserError(
-        'the chat template writes earlier messages otherwise once messages follow them, so that the text of a '
-        'conversation cannot go on: take another template (chat_template_file=FILE).'
+        'the chat template renders messages differently once other messages follow, so that no conversation can be '
+        'continued: use another template (chat_template_file=FILE).'
       )
     return whole[len(prompt) :]

@@ -1,6 +1,6 @@
-"""Bases of tuning on conversations and on pairs of answers: the data, its template and the loss.
+"""Base classes of experiments that tune on conversations, pairs of answers or labels: data, template and loss.
 
-Which weights are trained is left to another base:
+Another base class determines which weights are trained:
 
     class LoraSft(LowRankTuning, InstructionTuning):
       '''Low-rank adapters, trained on conversations.'''
@@ -31,13 +31,13 @@ Files = str | tuple[str, ...]
 
 
 class InstructionTuning(PretrainedLanguageModel):
-  """Tunes the model of a folder on conversations; the loss is on what the assistant says."""
+  """Tunes a folder's model on conversations, with the loss on the assistant's text."""
 
-  # Files for training and, if given, for evaluation: JSON lines, Parquet or Arrow (glob patterns) whose records have
-  # `messages`. A mapping from names to files gives the sources of a mixture, or several eval sets.
+  # Files for training and optionally for evaluation: JSON lines, Parquet or Arrow (glob patterns) whose records have
+  # `messages`. A mapping from names to files is a mixture of sources, or several eval sets.
   data: Files | Mapping[str, Files] = ''
   eval_data: Files | Mapping[str, Files] = ''
-  # The share of rows of each source of a mixture, in proportion to their sum.
+  # The weights of a mixture's sources: rows are divided in proportion.
   data_weights: Mapping[str, float] = FrozenDict()
   # A Jinja file that replaces the folder's chat template, such as one that marks the assistant's text.
   chat_template_file: str = ''
@@ -50,20 +50,20 @@ class InstructionTuning(PretrainedLanguageModel):
   seq_len: int = 2048
 
   def chat_template(self) -> ChatTemplate:
-    """The template of `chat_template_file`, else the folder's; without one, a plain transcript."""
+    """Returns the template of `chat_template_file`, or else the folder's, or else a plain transcript."""
     if not self.chat_template_file:
       return super().chat_template()
-    given = ChatTemplate.from_file(str(local_folder(self.chat_template_file)))
+    template = ChatTemplate.from_file(str(local_folder(self.chat_template_file)))
     special = FolderTokenizer(path=str(self.folder.path)).special_tokens
     return dataclasses.replace(
-      given,
+      template,
       bos_token=special.get('bos_token', ''),
       eos_token=special.get('eos_token', ''),
       writes_bos=True,
     )
 
   def source(self, split: str) -> fdl.Config:
-    """The conversations of a split, 'train' or 'valid'."""
+    """Returns the config of the conversations of a split, 'train' or 'valid'."""
     return self._source(self._files(split))
 
   def train_input(self) -> fdl.Config:
@@ -71,14 +71,14 @@ class InstructionTuning(PretrainedLanguageModel):
     if not isinstance(self.data, Mapping):
       if self.data_weights:
         raise UserError(
-          f'data_weights = {dict(self.data_weights)} are of sources by name, but data = {self.data!r} has none: give '
-          'data as {"name": "FILE", ...}, or leave data_weights out.'
+          f'data_weights = {dict(self.data_weights)} need named sources, but data = {self.data!r} has none: set data '
+          'to {"name": "FILE", ...}, or remove data_weights.'
         )
       return self._examples(self.source('train'), **settings)
     if sorted(self.data) != sorted(self.data_weights):
       raise UserError(
-        f'data has the sources {sorted(self.data)}, but data_weights {sorted(self.data_weights)}: give each source its '
-        'part of the rows, such as data_weights={"chats": 0.7, "code": 0.3}.'
+        f'data_weights must have a weight for each source of data, {sorted(self.data)}, but have '
+        f'{sorted(self.data_weights)}: set, for example, data_weights={{"chats": 0.7, "code": 0.3}}.'
       )
     sources = {name: self._examples(self._source(files), **settings) for name, files in self.data.items()}
     return fdl.Config(Mixture, sources=sources, weights=dict(self.data_weights), seed=self.seed)
@@ -95,15 +95,15 @@ class InstructionTuning(PretrainedLanguageModel):
     return fdl.Config(Conversations, pattern=files)
 
   def _files(self, split: str) -> Files:
-    given = self.data if split == 'train' else self.eval_data
-    if not given:
-      raise UserError(f'{type(self).__name__} needs its data: --set data=FILE, in JSON lines, Parquet or Arrow.')
-    assert not isinstance(given, Mapping)
-    return given
+    files = self.data if split == 'train' else self.eval_data
+    if not files:
+      raise UserError(f'{type(self).__name__} needs data: --set data=FILE, in JSON lines, Parquet or Arrow.')
+    assert not isinstance(files, Mapping)
+    return files
 
-  def _examples(self, source: fdl.Config, *, made_by: Any = ConversationInput, **settings: Any) -> fdl.Config:
+  def _examples(self, source: fdl.Config, *, input_class: Any = ConversationInput, **settings: Any) -> fdl.Config:
     return fdl.Config(
-      made_by,
+      input_class,
       source=source,
       tokenizer=self.tokenizer(),
       template=config_of(self.chat_template()),
@@ -117,17 +117,16 @@ class InstructionTuning(PretrainedLanguageModel):
 
 
 class PreferenceTuning(InstructionTuning):
-  """Tunes the model of a folder on pairs of a chosen and a rejected answer (DPO, IPO, ORPO), or on judged ones (KTO).
+  """Tunes a folder's model on pairs of a chosen and a rejected answer (DPO, IPO, ORPO), or on judged answers (KTO).
 
-  The files' records have `prompt`, `chosen` and `rejected`: texts, or lists of messages. Both answers of a pair, each
-  behind the prompt, share a row of `seq_len` tokens. Those of KTO have `prompt`, `completion` and `label`.
+  Records have `prompt`, `chosen` and `rejected`, texts or lists of messages; for KTO, `prompt`, `completion` and
+  `label`. A row of `seq_len` tokens has both answers of a pair, each after the prompt.
   """
 
-  # The reference model: 'start', the weights that training starts from, evaluated in one pass before the first step; or
-  # 'base', the frozen model under low-rank adapters, evaluated in every step.
+  # The reference model: 'start' is the model that training starts from, evaluated once before the first step; 'base' is
+  # the frozen model without its low-rank adapters, evaluated in every step.
   reference: str = 'start'
-  # The kind of loss, 'sigmoid' (DPO), 'ipo', 'orpo' or 'kto'; beta, how strongly the model is held to the reference;
-  # whether log-probabilities are divided by the tokens of an answer; how much good and bad answers count in KTO.
+  # See PreferenceLoss; `preference_loss` is its `kind`: 'sigmoid' (DPO), 'ipo', 'orpo' or 'kto'.
   preference_loss: str = 'sigmoid'
   beta: float = 0.1
   length_normalized: bool = False
@@ -139,28 +138,28 @@ class PreferenceTuning(InstructionTuning):
   learning_rate: float = 1e-6
 
   def loss(self) -> fdl.Config:
-    """The loss on pairs."""
-    compared = reference_from(self.reference)
+    """Returns the config of the PreferenceLoss."""
     adapter = getattr(self, 'adapter', '')  # a field of LowRankTuning
     if self.reference == 'base' and adapter:
       raise UserError(
-        f"reference = 'base' is {self.model} without the adapter {adapter} that training starts from: merge that "
-        "into a folder first (--mode export --format hf), or leave reference = 'start'."
+        f"reference = 'base' is {self.model} without adapter = {adapter}, which training starts from: merge the "
+        "adapter into a folder first (--mode export --format hf), or set reference='start'."
       )
     names = ('beta', 'length_normalized', 'label_smoothing', 'good_weight', 'bad_weight')
     settings = {name: getattr(self, name) for name in names}
-    return fdl.Config(PreferenceLoss, kind=self.preference_loss, reference_from=compared, **settings)
+    reference = reference_from(self.reference)
+    return fdl.Config(PreferenceLoss, kind=self.preference_loss, reference_from=reference, **settings)
 
   def _source(self, files: Files) -> fdl.Config:
     source: Any = JudgedAnswers if self.preference_loss == 'kto' else Preferences
     return fdl.Config(source, pattern=files)
 
   def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
-    free = {'reference_free': True} if self.preference_loss == 'orpo' else {}
-    return super()._examples(source, made_by=PreferenceInput, **settings, **free)
+    reference = {'reference_free': True} if self.preference_loss == 'orpo' else {}
+    return super()._examples(source, input_class=PreferenceInput, **settings, **reference)
 
 
-# The source of a recipe's `score_loss`.
+# The source of data for each `score_loss`.
 _SCORED: Mapping[str, Any] = {
   'bradley_terry': RewardPairs,
   'classification': LabeledTexts,
@@ -170,16 +169,16 @@ _SCORED: Mapping[str, Any] = {
 
 
 class ScoreTuning(InstructionTuning):
-  """Tunes the model of a folder to score texts (rewards, classes, numbers), or to give similar ones similar vectors.
+  """Tunes a folder's model to score texts (rewards, classes, numbers), or to embed similar texts close together.
 
-  A folder of a language model gets a head of zeros; one of `ForSequenceClassification` keeps its own.
+  A language model gets a score head of zeros; a `ForSequenceClassification` keeps its own head.
   """
 
   # 'bradley_terry' on pairs of a chosen and a rejected answer, 'classification' or 'regression' on texts with a
-  # `label`, or 'contrastive' on pairs of an `anchor` and a `positive`; see ScoreLoss for what else is set here.
+  # `label`, or 'contrastive' on pairs of an `anchor` and a `positive`; see ScoreLoss, also for the weights below.
   score_loss: str = 'bradley_terry'
-  num_labels: int = 1  # of the head; 0: the vector of a text is that of its tokens
-  pooling: str = 'last'  # 'last' or 'mean': of the vectors of a text's tokens
+  num_labels: int = 1  # outputs of the head; 0 has no head: a text's vector is pooled from its tokens' features
+  pooling: str = 'last'  # whether a text's vector is the 'last' token's, or the 'mean' over its tokens
   center_weight: float = 0.0
   similarity_scale: float = 20.0
 
@@ -187,15 +186,15 @@ class ScoreTuning(InstructionTuning):
   def folder(self) -> Folder:
     """The folder, with a head for scores."""
     folder = self.open_folder()
-    found = folder.decoder.num_labels
-    if found is None and not folder.decoder.num_encoder_layers:
+    num_labels = folder.decoder.num_labels
+    if num_labels is None and not folder.decoder.num_encoder_layers:
       return folder.with_score_head(self.num_labels)
-    if found != self.num_labels:
-      raise UserError(f'num_labels = {self.num_labels}, but {self.model} has {found}: set num_labels, or take another.')
+    if num_labels != self.num_labels:
+      raise UserError(f'num_labels = {self.num_labels} must be that of {self.model}, {num_labels}: set num_labels.')
     return folder
 
   def text_reading(self) -> TextReading:
-    """How a server reads texts: as in training. The scores of classes become probabilities."""
+    """Returns how a server computes vectors of texts: as in training, with probabilities for classes."""
     return TextReading(
       labels=label_names(self.folder.config, self.num_labels),
       pooling=self.pooling,  # type: ignore[arg-type]
@@ -204,18 +203,18 @@ class ScoreTuning(InstructionTuning):
     )
 
   def loss(self) -> fdl.Config:
-    """The loss on scores."""
-    if (self.score_loss == 'contrastive') and self.packing:
-      raise UserError("score_loss = 'contrastive' takes one pair a row: set packing=False.")
+    """Returns the config of the ScoreLoss."""
+    if self.score_loss == 'contrastive' and self.packing:
+      raise UserError("score_loss = 'contrastive' needs one pair per row: set packing=False.")
     if self.score_loss != 'contrastive' and self.pooling != 'last':
       raise UserError(
-        f"pooling = {self.pooling!r} is of score_loss = 'contrastive': transformers and reward=FOLDER score the last "
-        "token: set pooling='last'."
+        f"pooling = {self.pooling!r} is for score_loss = 'contrastive': other scores are those of the last token, as "
+        "in transformers, so set pooling='last'."
       )
     least, most = {'contrastive': (0, 0), 'classification': (2, math.inf)}.get(self.score_loss, (1, 1))
     if not least <= self.num_labels <= most:
-      wanted = f'{least}' if least == most else f'{least} or more'
-      raise UserError(f'num_labels = {self.num_labels}, but score_loss = {self.score_loss!r} needs {wanted}: set it.')
+      required = f'{least}' if least == most else f'{least} or more'
+      raise UserError(f'num_labels = {self.num_labels} must be {required} for score_loss = {self.score_loss!r}.')
     return fdl.Config(ScoreLoss, kind=self.score_loss, center_weight=self.center_weight, scale=self.similarity_scale)
 
   def _source(self, files: Files) -> fdl.Config:
@@ -225,13 +224,13 @@ class ScoreTuning(InstructionTuning):
     return fdl.Config(_SCORED[self.score_loss], pattern=files, **classes)
 
   def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
-    return super()._examples(source, made_by=ScoredInput, **settings, pooling=self.pooling)
+    return super()._examples(source, input_class=ScoredInput, **settings, pooling=self.pooling)
 
 
 class FolderScorer(ScoreTuning):
-  """The model of a folder that scores or embeds texts, as it is: of ForSequenceClassification or sentence-transformers.
+  """Serves or exports a folder's model that scores or embeds texts: ForSequenceClassification or sentence-transformers.
 
-  It has no data: it is served or exported, and not trained. `seq_len` is the length of the longest text.
+  It has no data and cannot be trained. `seq_len` is the maximum length of a text.
   """
 
   seq_len: int = 512
@@ -242,7 +241,7 @@ class FolderScorer(ScoreTuning):
     return folder if folder.decoder.num_labels is not None else folder.with_score_head(0)
 
   def text_reading(self) -> TextReading:
-    """As the folder's files say."""
+    """Returns how a server computes vectors of texts, from the folder's files."""
     return read_text_reading(self.folder)
 
   def loss(self) -> fdl.Config:

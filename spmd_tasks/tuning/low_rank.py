@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): the base of experiments that train them alone."""
+"""LowRankTuning: the base class of experiments that train low-rank adapters (LoRA)."""
 
 import dataclasses
 
@@ -15,25 +15,24 @@ from spmd_tasks.store_files import local_folder
 
 
 class LowRankTuning(PretrainedLanguageModel):
-  """Trains low-rank adapters of the model of a folder, whose own weights are frozen.
+  """Trains low-rank adapters of a folder's model, whose own weights are frozen.
 
-  Checkpoints hold the adapters alone, with the folder's name and digest.
+  Checkpoints have only the adapters, and the folder's name and digest.
   """
 
-  # Patterns of the weights that get an adapter, searched in names such as 'stack/layers/attention/query/kernel'.
+  # Patterns of the weights that get an adapter, matched anywhere in names like 'stack/layers/attention/query/kernel'.
   lora_targets: tuple[str, ...] = ('attention/', 'ffn/')
   lora_rank: int = 16
   lora_alpha: float = 32.0
   lora_dropout: float = 0.0
-  use_rslora: bool = False  # divides alpha by the root of the rank
-  use_dora: bool = False  # also trains the lengths of the kernels' columns
-  # Patterns of further weights that are trained, such as ('norm/',).
+  use_rslora: bool = False  # divides alpha by the square root of the rank
+  use_dora: bool = False  # also trains the norms of the kernels' columns
+  # Patterns of further weights to train, such as ('norm/',).
   also_trained: tuple[str, ...] = ()
   # The dtype of the frozen kernels: 'float32', 'bfloat16', 'int8', 'nf4' (QLoRA) or 'nf4_double' (scales in 8 bits);
-  # None: the folder's.
+  # None is the folder's dtype.
   base_dtype: str | None = None
-  # A folder in the format of `peft` whose adapters the job starts from; the settings `lora_...` and `use_...` are then
-  # not read.
+  # A folder of `peft` whose adapters training starts from; it determines the settings `lora_...` and `use_...`.
   adapter: str = ''
 
   learning_rate: float = 2e-4
@@ -49,12 +48,13 @@ class LowRankTuning(PretrainedLanguageModel):
     """The folder's model with adapters."""
     if self.adapters:
       raise UserError(
-        f'adapters = {dict(self.adapters)!r} are served over a model alone: --exp hf.Model --set model={self.model}.'
+        f'adapters = {dict(self.adapters)!r} cannot be combined with the adapter of {type(self).__name__}: serve them '
+        f'with --exp hf.Model --set model={self.model}.'
       )
     model = super().language_model()
     for stack in stacks_of(model):
       if self.base_dtype in QUANTIZED_DTYPES and stack.remat_policy == 'none':
-        # The backward pass reads 8 or 4 bits again, rather than numbers made of them and kept.
+        # The backward pass dequantizes the kernels again, instead of keeping them dequantized.
         stack.remat_policy = 'dots'
     if self.adapter:
       for name, adapter in open_adapter(local_folder(self.adapter)).adapters(self.folder).items():
@@ -73,6 +73,6 @@ class LowRankTuning(PretrainedLanguageModel):
   def task(self) -> fdl.Config[Task]:
     task = super().task()
     task.trained = ('lora_', *self.also_trained)
-    held = self.base_dtype or ('bfloat16' if self.folder.dtype == 'bfloat16' else 'float32')
-    task.frozen_dtype = None if held == 'float32' else held
+    frozen_dtype = self.base_dtype or ('bfloat16' if self.folder.dtype == 'bfloat16' else 'float32')
+    task.frozen_dtype = None if frozen_dtype == 'float32' else frozen_dtype
     return task

@@ -1,16 +1,17 @@
-"""PolicyLoss: the loss of policy gradients on texts that the model sampled itself (GRPO and its relatives).
+"""PolicyLoss: the policy gradient loss on completions that the model sampled (GRPO and its relatives).
 
 Shapes: B rows, each a prompt and one sampled completion, T tokens. All results are float32.
 
-    A        advantage of a completion: how much better its reward is than expected (advantages.py)
-    log p    log-probability of a token under the model, log q under the model that sampled it, both by the training
-             forward pass; log s as the sampler computed it, with its cache
+    A        advantage of a completion: how much its reward exceeds the expected reward (advantages.py)
+    log p    log-probability of a token under the model
+    log q    the same under the model that sampled it, both by the forward pass of training
+    log s    the same as the sampler computed it, with its cache
     ratio    exp(log p - log q), of a token, or of a whole completion
     loss     -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) + kl_weight KL
-    V        value of a token, U the one when it was sampled; with values the loss has, of each token, also
+    V, U     value of a token under the model, and when it was sampled; if there are values, the loss also has
              value_weight max((V - return)^2, (clip(V, U - value_clip, U + value_clip) - return)^2) / 2
 
-The methods of reward_tuning.py choose among these; that of PPO has values, its formulas and defaults as in TRL.
+The methods of reward_tuning.py choose among these. PPO has values; its formulas and defaults are TRL's.
 """
 
 from collections.abc import Mapping
@@ -30,21 +31,22 @@ _AGGREGATIONS = ('sequences', 'tokens', 'max_tokens')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLoss(ReferenceLoss):
-  """The clipped policy gradient of completions; the module's docstring has the formulas.
+  """The clipped policy gradient loss; the module's docstring has the formulas.
 
   Fields:
-    ratio: of each 'token'; of the 'sequence', the exponential of the mean over its tokens; or its 'sequence_sum'.
-    aggregation: the mean over 'sequences' of their means over tokens, the mean over all 'tokens', or the sum over
-      tokens divided by B times `max_tokens`.
-    max_tokens: the most tokens of a completion; for aggregation='max_tokens' only.
+    ratio: 'token'; or one ratio for a completion, from the mean ('sequence') or the sum ('sequence_sum') of its
+      tokens' log p - log q.
+    aggregation: 'sequences' is the mean over completions of their means over tokens, 'tokens' the mean over all tokens,
+      and 'max_tokens' the sum over tokens divided by B * max_tokens.
+    max_tokens: the maximum length of a completion; for aggregation='max_tokens' only.
     clip_low, clip_high: how far a ratio may move in the direction of its advantage.
-    kl_weight: of the KL divergence from a reference model, estimated by exp(d) - d - 1 with d = log r - log p
-      (Schulman, 2020); 0: there is none.
-    temperature: completions were drawn from logits / temperature, and all log-probabilities are of these.
-    value_weight, value_clip: of the loss of the values; 0: there are none.
-    sampler_cap: each token's loss is multiplied by q / s, at most this number, which corrects for what the sampler
-      computes differently (truncated importance sampling: Yao et al., 2025); None: it is not.
-    reference_from, aux_loss_weights, num_aux_layers: as in ReferenceLoss.
+    kl_weight: the weight of the KL divergence from a reference model, estimated by exp(d) - d - 1 with
+      d = log r - log p (Schulman, 2020); 0 needs no reference.
+    temperature: the sampling temperature; all log-probabilities are those of logits / temperature.
+    value_weight, value_clip: for the loss of the values; 0 needs no values.
+    sampler_cap: multiplies each token's loss by min(q / s, sampler_cap), which corrects for numerical differences of
+      the sampler (truncated importance sampling: Yao et al., 2025); None does not.
+    reference_from, aux_loss_weights, num_aux_layers: see ReferenceLoss.
   """
 
   ratio: str = 'token'
@@ -60,41 +62,45 @@ class PolicyLoss(ReferenceLoss):
 
   def __post_init__(self):
     super().__post_init__()
-    for name, known in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS)):
-      if getattr(self, name) not in known:
-        raise UserError(f'{name}={getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
+    for name, choices in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS)):
+      if getattr(self, name) not in choices:
+        raise UserError(f'{name}={getattr(self, name)!r} must be one of {", ".join(map(repr, choices))}.')
     if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or min(self.kl_weight, self.value_weight, self.value_clip) < 0:
       raise UserError(
         f'clip_low={self.clip_low} must be from 0 to 1, and clip_high={self.clip_high}, kl_weight={self.kl_weight}, '
         f'value_weight={self.value_weight} and value_clip={self.value_clip} at least 0.'
       )
     if not 0 < self.temperature < float('inf'):
-      raise UserError(f'temperature={self.temperature} must be positive: at 0 all completions of a prompt are one.')
+      raise UserError(f'temperature={self.temperature} must be positive: at 0 the completions of a prompt are equal.')
     if self.sampler_cap is not None and not self.sampler_cap > 0:
       raise UserError(f'sampler_cap={self.sampler_cap} must be positive, such as 2.0, or None.')
     if (self.aggregation == 'max_tokens') != (self.max_tokens is not None):
-      raise UserError(f"max_tokens={self.max_tokens} goes with aggregation='max_tokens', not {self.aggregation!r}.")
+      raise UserError(
+        f"max_tokens={self.max_tokens} must be set for aggregation='max_tokens' only, not for {self.aggregation!r}."
+      )
 
   @property
   def compares_with_base(self) -> bool:
     return super().compares_with_base and self.kl_weight > 0
 
   def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
-    """Whether the batch's last microbatches may be empty, so that a step looks how many it has to compute."""
-    return _shares_rows(batch)
+    """Whether the last microbatches may be empty, so that the step has to check how many to compute."""
+    return _is_packed(batch)
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
 
     Args:
-      predictions: `logits` float [B, T, V], or in their place `label_scores`; optionally `aux`; `values` float [B, T]
-        where value_weight is not 0.
-      batch: `labels` int32 [B, T]; `weights` float [B, T], 1 on the tokens of completions; `advantages` float [B], or
-        [B, T] with `returns` and `old_values` float [B, T], the return and U;
-        `segment_ids` int32 [B, T] and `completion_lengths` float [B, T], the number of a token's text in its row and
-        of sampled tokens in that text, where rows have several texts (rollout_packing.py);
-        `sampler_log_probs` float [B, T], log s; `old_log_probs` float [B, T], log q, or without them q is p; and
-        `reference_log_probs` float [B, T] where kl_weight is not 0.
+      predictions: `logits` float [B, T, V] or `label_scores`; optionally `aux`; `values` float [B, T] if value_weight
+        is not 0.
+      batch: `labels` int32 [B, T];
+        `weights` float [B, T], 1 on the tokens of completions;
+        `advantages` float [B], or float [B, T] together with `returns` and `old_values` (U) float [B, T];
+        `segment_ids` int32 [B, T] and `completion_lengths` float [B, T], the number of sampled tokens in the text of
+        each token, if rows have several texts (rollout_packing.py);
+        `sampler_log_probs` float [B, T], log s;
+        `old_log_probs` float [B, T], log q, or log p if missing;
+        `reference_log_probs` float [B, T] if kl_weight is not 0.
     """
     weights = batch['weights'].astype(jnp.float32)
     log_probs = answer_log_probs(predictions, batch, self.temperature)
@@ -120,14 +126,14 @@ class PolicyLoss(ReferenceLoss):
       objective += self.kl_weight * per_token['kl']
     if self.value_weight:
       values, old_values = predictions['values'], batch['old_values']
-      near = old_values + jnp.clip(values - old_values, -self.value_clip, self.value_clip)
-      errors = (jnp.square(each - batch['returns']) for each in (values, near))
+      clipped_values = old_values + jnp.clip(values - old_values, -self.value_clip, self.value_clip)
+      errors = (jnp.square(x - batch['returns']) for x in (values, clipped_values))
       per_token['value_loss'] = 0.5 * jnp.maximum(*errors)
       objective += self.value_weight * per_token['value_loss']
 
     # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
-    rows = [jnp.sum(each * weights, axis=1) for each in (objective, *per_token.values())]
-    rows += [jnp.sum(each * weights / lengths, axis=1) for each in (objective, jnp.ones_like(weights))]
+    rows = [jnp.sum(x * weights, axis=1) for x in (objective, *per_token.values())]
+    rows += [jnp.sum(x * weights / lengths, axis=1) for x in (objective, jnp.ones_like(weights))]
     total, *totals, total_of_means, num_texts, tokens = jnp.sum(jnp.stack([*rows, num_tokens]), axis=1)
     weight = tokens if self.aggregation == 'tokens' else jnp.round(num_texts)
     loss = {
@@ -135,18 +141,18 @@ class PolicyLoss(ReferenceLoss):
       'tokens': total,
       'max_tokens': total / (self.max_tokens or 1),
     }[self.aggregation] / jnp.maximum(weight, 1.0)
-    metrics = {name: (each / jnp.maximum(tokens, 1.0), tokens) for name, each in zip(per_token, totals, strict=True)}
+    metrics = {name: (total / jnp.maximum(tokens, 1.0), tokens) for name, total in zip(per_token, totals, strict=True)}
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     return LossOutput(loss=loss, weight=weight, metrics=metrics)
 
 
-def _shares_rows(batch: Mapping[str, jax.Array]) -> bool:
+def _is_packed(batch: Mapping[str, jax.Array]) -> bool:
   return 'completion_lengths' in batch and 'segment_ids' in batch
 
 
 def _sums_of_texts(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Gives each token [B, T] the sum over its text, or [B, 1] where a row is one."""
-  if not _shares_rows(batch):
+  """Returns for each token the sum over its text: [B, T], or [B, 1] if each row is one text."""
+  if not _is_packed(batch):
     return jnp.sum(values, axis=1, keepdims=True)
 
   def sums_of(values: jax.Array, ids: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
-"""PreferenceLoss: direct preference optimisation (DPO) and its relatives ORPO and KTO, on packed pairs of answers.
+"""PreferenceLoss: direct preference optimization (DPO) and its relatives IPO, ORPO and KTO, on packed pairs of answers.
 
-Shapes: B batch, T sequence, V vocab, P the most pairs that a row can hold, T // 2. All results are float32.
+Shapes: B batch, T sequence, V vocab, P = T // 2, the maximum number of pairs in a row. All results are float32.
 
-A batch is PreferenceInput's (preferences.py): segments 1, 2 of a row are the chosen and the rejected answer of
-its first pair, 3, 4 those of its second, and so on, each behind its prompt. For KTO a pair is one judged answer and,
-behind the same prompt, the answer to another one.
+Batches are those of PreferenceInput (preferences.py): segments 1 and 2 of a row are the prompt with the chosen and the
+rejected answer of its first pair, segments 3 and 4 its second pair, and so on. For KTO a pair is a judged answer, and
+the same prompt with the answer to another prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ _REFERENCES = {'start': 'batch', 'base': 'base'}
 
 
 class PairLogProbs(NamedTuple):
-  """Log-probabilities of both answers of each pair, float32 [B, P]; 0 where there is no pair.
+  """Log-probabilities of both answers of each pair, float32 [B, P]; 0 if there is no pair.
 
   Fields:
-    chosen, rejected: under the model.
-    reference_chosen, reference_rejected: under the reference model.
-    num_chosen, num_rejected: tokens of the answers.
-    judgement: 1 where the chosen answer is a good one, -1 where it is a bad one; 0 in batches that do not say it.
+    chosen, rejected: log-probabilities under the model.
+    reference_chosen, reference_rejected: log-probabilities under the reference model.
+    num_chosen, num_rejected: numbers of tokens.
+    judgement: 1 if the chosen answer is good, -1 if it is bad, 0 if the batch has no judgements.
   """
 
   chosen: jax.Array
@@ -52,10 +52,10 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
   """Sums the log-probabilities of the answers' tokens.
 
   Args:
-    predictions: `logits` float [B, T, V], or in their place `label_scores`.
-    batch: `labels`, `segment_ids` int32 [B, T], `weights` float [B, T] (1 on answers), and `reference_log_probs`
+    predictions: `logits` float [B, T, V] or `label_scores`.
+    batch: `labels`, `segment_ids` int32 [B, T]; `weights` float [B, T], 1 on answers; `reference_log_probs`
       float [B, T], whose sum over a segment is the reference model's log-probability of its answer; optionally
-      `judgement` float [B, T], whose sum over the first segment of a pair is that of the pair.
+      `judgement` float [B, T], whose sum over the first segment of a pair is the pair's judgement.
   """
   weights = batch['weights'].astype(jnp.float32)
   log_probs = answer_log_probs(predictions, batch)
@@ -66,7 +66,7 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
 
 
 def _sums_of_segments(batch: Mapping[str, jax.Array], columns: Sequence[jax.Array]) -> jax.Array:
-  """Sums K arrays [B, T] over each segment of 2 P: float32 [B, 2 P, K]."""
+  """Sums K arrays [B, T] over each of 2 P segments: float32 [B, 2 P, K]."""
   num_segments = batch['segment_ids'].shape[1] // 2 * 2
 
   def sum_segments(values, segment_ids):
@@ -79,7 +79,7 @@ def _sums_of_segments(batch: Mapping[str, jax.Array], columns: Sequence[jax.Arra
 def answer_log_probs(
   predictions: Mapping[str, Any], batch: Mapping[str, jax.Array], temperature: float = 1.0
 ) -> jax.Array:
-  """Returns the log-probability of each token of an answer by logits / temperature, and 0 elsewhere, float32 [B, T]."""
+  """Returns the log-probabilities of the answers' tokens by logits / temperature, and 0 elsewhere: float32 [B, T]."""
   weights = batch['weights'].astype(jnp.float32)
   if temperature != 1:
     if 'logits' not in predictions:
@@ -89,7 +89,7 @@ def answer_log_probs(
 
 
 def _log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
-  """The log-probability of every token, float32 [B, T]; NaN for an unknown one."""
+  """Returns the log-probability of each label, float32 [B, T]; NaN if a label is outside the vocabulary."""
   scores = predicted_label_scores(predictions, batch['labels'])
   return jnp.where(scores.is_known, scores.label_logit - scores.log_normalizer, jnp.nan)
 
@@ -97,18 +97,19 @@ def _log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -
 def base_log_probs(
   task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], temperature: float = 1.0
 ) -> jax.Array:
-  """Returns `answer_log_probs` under the task's model without its adapters, without a gradient."""
-  names = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
-  left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
+  """Returns `answer_log_probs` of the task's model without its adapters, and without a gradient."""
+  adapters = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
+  adapter_weights = {name for names in adapters for name in (names.a, names.b, names.magnitude)}
   flat = traverse_util.flatten_dict(variables['params'], sep='/')
-  weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
+  kept = {name: leaf for name, leaf in flat.items() if name not in adapter_weights}
+  weights = traverse_util.unflatten_dict(kept, sep='/')
   base = {**variables, 'params': jax.lax.stop_gradient(weights)}
   predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
   return answer_log_probs(predictions, batch, temperature)
 
 
 def reference_from(reference: str) -> str:
-  """A loss's `reference_from` for a recipe's `reference`, 'start' or 'base'; raises a UserError for another one."""
+  """Returns a loss's `reference_from` for a recipe's `reference`. Raises a UserError unless it is 'start' or 'base'."""
   if reference not in _REFERENCES:
     raise UserError(f'reference = {reference!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
   return _REFERENCES[reference]
@@ -116,12 +117,12 @@ def reference_from(reference: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceLoss(WithAuxLosses):
-  """A loss that compares the model with a reference.
+  """Base class of losses that compare the model with a reference model.
 
   Fields:
-    reference_from: where the log-probabilities of the reference are from: the 'batch', or the 'base' of the model,
-      which is the model without its adapters: every step runs it too.
-    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+    reference_from: 'batch' if batches have the reference's log-probabilities, or 'base' if each step computes them with
+      the model without its adapters.
+    aux_loss_weights, num_aux_layers: see WithAuxLosses.
   """
 
   reference_from: str = 'batch'
@@ -136,55 +137,55 @@ class ReferenceLoss(WithAuxLosses):
 
   @property
   def temperature(self) -> float:
-    """All log-probabilities are of logits / temperature."""
+    """The temperature by which all logits are divided."""
     return 1.0
 
   def prepare_batch(
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
   ) -> Mapping[str, jax.Array]:
-    """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
+    """Adds the log-probabilities of the model without its adapters, if it is the reference."""
     if not self.compares_with_base:
       return batch
     return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, self.temperature)}
 
   def check_weights(self, weight_specs: Any) -> None:
-    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
-    specs = leaves_by_name(weight_specs)  # of a quantized kernel its parts, which have its tags
+    """Raises a UserError if the loss compares with the base, but weights other than adapters are trained."""
+    specs = leaves_by_name(weight_specs)  # the parts of a quantized kernel have its tags
     trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
     if self.compares_with_base and (trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values())):
-      found = f'{trained[0]} is trained' if trained else 'there are no adapters'
+      problem = f'{trained[0]} is trained' if trained else 'there are no adapters'
       raise UserError(
-        f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
-        "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
+        f"reference='base' is the model without its adapters, but {problem}: train only adapters, like "
+        "finetune.LoraDpo, or set reference='start'."
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLoss(ReferenceLoss):
-  """Mean over pairs of a function of how much more than the reference the model prefers the chosen answer.
+  """The mean over pairs of a loss of how much more the model prefers the chosen answer than the reference does.
 
   With h = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected)), p the model and r the reference:
 
     sigmoid  -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), s the label smoothing: DPO (Rafailov et al., 2023)
-    ipo      (h - 1 / (2 beta))^2: IPO (Azar et al., 2023), whose regularisation tau is `beta`
-    orpo     -beta log sigmoid(log odds(chosen) - log odds(rejected)), odds(y) = p / (1 - p) with p the geometric mean
-             over the tokens, beside the mean of -log p over all tokens of chosen answers and their prompts; there is no
-             reference: ORPO (Hong et al., 2024)
-    kto      w (1 - sigmoid(beta d)), d = log p(y) - log r(y) - z of a good answer y and the negative of that of a bad
-             one, w the weight of its kind, and z, without a gradient, the mean of log p - log r over all answers of the
-             batch behind prompts that they do not belong to, at least 0: KTO (Ethayarajh et al., 2024)
+    ipo      (h - 1 / (2 beta))^2: IPO (Azar et al., 2023), with its regularization tau as `beta`
+    orpo     -beta log sigmoid(log odds(chosen) - log odds(rejected)), where odds(y) = p / (1 - p) and p is the
+             geometric mean over tokens, plus the mean of -log p over all tokens of chosen answers and their prompts;
+             without a reference: ORPO (Hong et al., 2024)
+    kto      w (1 - sigmoid(+-beta (log p(y) - log r(y) - z))), + for a good and - for a bad answer y, w the weight of
+             good or bad answers, z = max(0, mean of log p - log r over the batch's answers to other prompts), without a
+             gradient: KTO (Ethayarajh et al., 2024)
 
-  The rewards in the metrics are beta (log p - log r). A pair counts once, whatever the length of its answers. The means
-  over tokens of orpo and z of kto are those of the whole batch, also where gradients are accumulated over microbatches.
+  The rewards in the metrics are beta (log p - log r). Each pair counts once, whatever the length of its answers. The
+  mean over tokens in orpo, and z in kto, are those of the whole batch, even if it is divided into microbatches.
 
   Fields:
     kind: 'sigmoid', 'ipo', 'orpo' or 'kto'.
-    beta: how strongly the model is held to the reference; of orpo, how much the odds count.
-    length_normalized: every log-probability is divided by the number of tokens of its answer, as in Tülu 3 and SimPO;
-      TRL's IPO is this one. Not of orpo, which always does so, and kto.
-    label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell, 2023); 'sigmoid' only.
+    beta: how strongly the model is held to the reference; for orpo, the weight of the odds.
+    length_normalized: whether to divide log-probabilities by the number of tokens of the answer, as in Tülu 3, SimPO
+      and TRL's IPO; for 'sigmoid' and 'ipo' only. orpo always does.
+    label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell, 2023); for 'sigmoid' only.
     good_weight, bad_weight: w of kto.
-    reference_from, aux_loss_weights, num_aux_layers: as in ReferenceLoss.
+    reference_from, aux_loss_weights, num_aux_layers: see ReferenceLoss.
   """
 
   kind: str = 'sigmoid'
@@ -199,20 +200,18 @@ class PreferenceLoss(ReferenceLoss):
     if self.kind not in _KINDS:
       raise UserError(f'kind={self.kind!r} must be one of {", ".join(map(repr, _KINDS))}.')
     if not self.beta > 0:
-      raise UserError(f'beta={self.beta} must be positive: 0.1 is usual.')
+      raise UserError(f'beta={self.beta} must be positive, such as 0.1.')
     if not 0.0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind != 'sigmoid'):
-      raise UserError(
-        f"label_smoothing={self.label_smoothing} must be at least 0 and less than 0.5, and 0 unless kind is 'sigmoid'."
-      )
+      raise UserError(f"label_smoothing={self.label_smoothing} must be in [0, 0.5), and 0 unless kind is 'sigmoid'.")
     if self.kind == 'orpo' and self.reference_from == 'base':
-      raise UserError("kind='orpo' has no reference, but reference_from is 'base': leave it out.")
+      raise UserError("kind='orpo' has no reference, but reference_from is 'base': remove it.")
     if self.length_normalized and self.kind in ('orpo', 'kto'):
-      raise UserError(f"length_normalized=True is of kind 'sigmoid' and 'ipo', not of {self.kind!r}: leave it out.")
+      raise UserError(f"length_normalized=True is for kind='sigmoid' and 'ipo', not {self.kind!r}: remove it.")
 
   def prepare_whole_batch(
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], num_microbatches: int
   ) -> Mapping[str, jax.Array]:
-    """Returns the batch with what depends on all its microbatches: z of kto, the weights of tokens of orpo."""
+    """Adds values that depend on all microbatches: z of kto, or the weights of tokens of orpo."""
     if self.kind == 'orpo':
       return {**batch, 'chosen_weights': _chosen_weights(batch)}
     if self.kind != 'kto':
@@ -230,8 +229,8 @@ class PreferenceLoss(ReferenceLoss):
     """Computes the LossOutput, whose weight is the number of pairs.
 
     Args:
-      predictions: as for `pair_log_probs`; optionally `aux`, as for LanguageModelLoss.
-      batch: as for `pair_log_probs`; that of kto has `judgement`.
+      predictions: see `pair_log_probs`; optionally `aux`, see LanguageModelLoss.
+      batch: see `pair_log_probs`; kto requires `judgement`.
     """
     pairs = pair_log_probs(predictions, batch)
     is_pair = (pairs.num_chosen > 0) & (pairs.num_rejected > 0)
@@ -271,9 +270,9 @@ class PreferenceLoss(ReferenceLoss):
       if self.label_smoothing:
         objective -= jax.nn.log_sigmoid(-self.beta * difference) * self.label_smoothing
     # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
-    counted = jnp.stack([is_pair, *(masks.get(name.partition('_')[0], is_pair) for name in per_pair)])  # [N, B, P]
-    values = jnp.where(counted, jnp.stack([objective, *per_pair.values()]), 0.0)
-    totals, (weight, *weights) = jnp.sum(jnp.stack([values, counted.astype(jnp.float32)]), axis=(2, 3))
+    mask = jnp.stack([is_pair, *(masks.get(name.partition('_')[0], is_pair) for name in per_pair)])  # [N, B, P]
+    values = jnp.where(mask, jnp.stack([objective, *per_pair.values()]), 0.0)
+    totals, (weight, *weights) = jnp.sum(jnp.stack([values, mask.astype(jnp.float32)]), axis=(2, 3))
     loss, *means = totals / jnp.maximum(jnp.stack([weight, *weights]), 1.0)
     metrics = {name: (mean, count) for name, mean, count in zip(per_pair, means, weights, strict=True)}
     if self.kind == 'orpo':
@@ -288,12 +287,12 @@ class PreferenceLoss(ReferenceLoss):
 
 
 def _log_of_rest(log_prob: jax.Array) -> jax.Array:
-  """log(1 - exp(x)) for x < 0; also where there is no pair, and x is 0, it has a finite gradient."""
+  """Returns log(1 - exp(x)) for x <= 0, with a finite gradient at 0, the value if there is no pair."""
   return jnp.log(-jnp.expm1(jnp.minimum(log_prob, -1e-7)))
 
 
 def _chosen_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
-  """float32 [B, T]: of the tokens of chosen answers and their prompts, so that a sum becomes a mean times the pairs."""
+  """Returns equal weights of the tokens of chosen answers and their prompts, float32 [B, T]; they sum to the pairs."""
   num_tokens = _sums_of_segments(batch, [batch['weights']])[..., 0]  # [B, 2 P]
   is_pair = (num_tokens[:, 0::2] > 0) & (num_tokens[:, 1::2] > 0)
   segments = batch['segment_ids']
@@ -302,7 +301,7 @@ def _chosen_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _divergence_sums(pairs: PairLogProbs) -> jax.Array:
-  """float32 [2]: log p - log r summed over the answers behind prompts that they do not belong to; their number."""
+  """Returns the sum of log p - log r over the answers to other prompts, and their number: float32 [2]."""
   is_answer = pairs.num_rejected > 0
   differences = jnp.where(is_answer, pairs.rejected - pairs.reference_rejected, 0.0)
   return jax.lax.stop_gradient(jnp.sum(jnp.stack([differences, is_answer.astype(jnp.float32)]), axis=(1, 2)))

@@ -1,8 +1,8 @@
-"""Files of records with random access: JSON lines, Parquet and Arrow. Each record is a block of its own.
+"""Files of records with random access: JSON lines, Parquet and Arrow. Each record is a block.
 
-Shuffling permutes blocks, so that whole records are shuffled, and a position is a number of records. For that, opening
-reads JSON lines once, to know where each record begins, and Parquet into memory; Arrow files are mapped. The bytes are
-digested on the way: a file that changes, even at the same size, does not continue another's position.
+Shuffling permutes blocks, so single records are shuffled, and a position is a number of records. Opening therefore
+reads JSON lines once to find where each record begins, reads Parquet into memory, and maps Arrow files. It also digests
+all bytes, so a position is refused if a file has changed, even without changing its size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 from spmd_tasks.inputs import Block
-from spmd_tasks.inputs.records import check_size_unchanged, common_root, expand_globs, parse_json
+from spmd_tasks.inputs.records import check_not_empty, check_size_unchanged, common_root, expand_globs, parse_json
 from spmd_tasks.inputs.text import FixedSizeFile, OpenFiles, file_fingerprint
 
 _JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
@@ -25,26 +25,28 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """A record, and its number among those of all files."""
+  """A record, and its index among the records of all files."""
 
   index: int
   values: Mapping[str, Any]
 
 
 class OpenRecordFiles(OpenFiles):
-  """Opened files of records: block `i` holds record `i`, a Record, as its one document."""
+  """Opened files of records: the only document of block `i` is record `i`, a Record."""
 
   def __init__(self, pattern: str | Sequence[str], required: Sequence[str], optional: Sequence[str] | None = ()):
-    """Opens the files that the glob patterns match; of Parquet and Arrow only the named columns are read (None: all).
+    """Opens the files that the glob patterns match.
 
-    Raises:
-      UserError: no file matches, one is of an unknown kind, cannot be read or lacks a column, or there is no record.
+    Args:
+      pattern: one glob pattern, or several; the suffixes determine the formats.
+      required, optional: the columns to read from Parquet and Arrow; with None as `optional`, all columns.
+
+    Raises a UserError if a file cannot be read or lacks a required column, or if there are no records.
     """
     paths = expand_globs(pattern, 'record')
     self._files = [_open_file(path, required, optional) for path in paths]
     self._starts = np.cumsum([0, *map(len, self._files)])
-    if len(self) == 0:
-      raise UserError(f'the files of {pattern!r} have no records: correct the path, or write one record per line.')
+    check_not_empty(self, f'the files of {pattern!r} have no records: correct the pattern, or add records.')
     digests = tuple(file.digest for file in self._files)
     super().__init__(
       paths, file_fingerprint(common_root(paths), paths, 'records', *required, *(optional or ()), digests)
@@ -53,16 +55,17 @@ class OpenRecordFiles(OpenFiles):
   def __len__(self) -> int:
     return int(self._starts[-1])
 
-  def _place(self, index: int) -> tuple[Any, int]:
+  def _locate(self, index: int) -> tuple[Any, int]:
+    """Returns the file of record `index`, and the record's number in the file."""
     file = int(np.searchsorted(self._starts, index, side='right')) - 1
     return self._files[file], index - int(self._starts[file])
 
   def block_name(self, index: int) -> str:
-    file, number = self._place(index)
+    file, number = self._locate(index)
     return file.name(number)
 
   def __getitem__(self, index: int) -> Block:
-    file, number = self._place(index)
+    file, number = self._locate(index)
     return Block(file.name(number), [(Record(index, file.read(number)), True)])
 
 
@@ -72,8 +75,8 @@ def _open_file(path: str, required: Sequence[str], optional: Sequence[str] | Non
     return _JsonLinesFile(path)
   if suffix in _PARQUET or suffix in _ARROW:
     return _TableFile(path, tuple(required), None if optional is None else tuple(optional))
-  known = ', '.join((*_JSON_LINES, *_PARQUET, *_ARROW))
-  raise UserError(f'{path} is of an unknown kind: give a file whose name ends in one of {known}.')
+  suffixes = ', '.join((*_JSON_LINES, *_PARQUET, *_ARROW))
+  raise UserError(f'{path} must end in one of {suffixes}, which determines its format: rename or convert it.')
 
 
 class _JsonLinesFile:
@@ -101,14 +104,14 @@ class _JsonLinesFile:
   def read(self, number: int) -> Mapping[str, Any]:
     start = int(self._starts[number])
     with FixedSizeFile(self._path, self._size) as f:
-      record = parse_json(f.read(start, self._size, to_line_end=True), 'it')
+      record = parse_json(f.read(start, self._size, to_line_end=True), 'the line')
     if not isinstance(record, dict):
-      raise UserError(f'it is {_kind_of(record)}, not a JSON object: write one object per line.')
+      raise UserError(f'the line is a {type(record).__name__}: it must be a JSON object.')
     return record
 
 
 class _TableFile:
-  """A Parquet file, held in memory, or an Arrow file (IPC, as a file or as a stream), mapped."""
+  """A Parquet file, which is read into memory, or an Arrow file (IPC file or stream), which is mapped."""
 
   def __init__(self, path: str, required: tuple[str, ...], optional: tuple[str, ...] | None):
     self._path, self._size = path, os.path.getsize(path)
@@ -132,18 +135,16 @@ class _TableFile:
       try:
         table = _read_table(self._path)
       except (pyarrow.ArrowException, OSError) as e:
-        raise UserError(f'{self._path} is not a readable Parquet or Arrow file ({e}): write or copy it anew.') from e
+        raise UserError(f'{self._path} is not a readable Parquet or Arrow file ({e}): write or copy it again.') from e
       finally:
         check_size_unchanged(self._path, self._size)
       if missing := [name for name in self._required if name not in table.column_names]:
-        raise UserError(
-          f'{self._path} has no column {missing[0]!r} (it has {table.column_names}): name the right field.'
-        )
+        raise UserError(f'{self._path} has no column {missing[0]!r}, only {table.column_names}: rename or add it.')
       names = table.column_names
       if self._optional is not None:
         names = [name for name in names if name in (*self._required, *self._optional)]
-      if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f'{self._path} has several columns {twice[0]!r}: give each its own name.')
+      if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UserError(f'{self._path} has several columns {duplicates[0]!r}: rename or remove all but one.')
       self._table = table.select(names)
     return self._table
 
@@ -173,11 +174,7 @@ def _read_table(path: str) -> Any:
 
 
 def _without_missing(value: Any) -> Any:
-  """A value of a table without the fields that are null: a table's objects have the fields of all rows."""
+  """Removes null fields from the objects in a value, because the objects of a column have the fields of all rows."""
   if isinstance(value, dict):
     return {name: _without_missing(item) for name, item in value.items() if item is not None or name == 'content'}
   return [_without_missing(item) for item in value] if isinstance(value, list) else value
-
-
-def _kind_of(value: Any) -> str:
-  return {list: 'a list', str: 'a text', type(None): 'null'}.get(type(value), f'a {type(value).__name__}')

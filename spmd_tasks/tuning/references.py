@@ -1,11 +1,11 @@
-"""Computes the reference model's log-probabilities of pairs of answers, before the first step of a job.
+"""Computes the reference model's log-probabilities of pairs of answers before the first step of a job.
 
     job = name_references(job, job_log_dir)           # its inputs read <job_log_dir>/reference/<input>.npy
-    compute_references(job, model, state, ...)        # of the weights that the job starts from
+    compute_references(job, model, state, ...)        # with the weights that training starts from
 
-The reference is the model that training starts from, so that one pass over the pairs with these weights gives all that
-the loss needs of it, and no second model is held while training. With LoRA the weights at the start compute what the
-base does. A resumed job reads the files that it wrote at its start. Sources of a mixture have a file each.
+The reference is the model that training starts from. The loss needs only its log-probabilities, so one pass over the
+pairs suffices, and training does not keep a second model. A resumed job reads the files that it wrote at its start.
+Each source of a mixture has its own file.
 """
 
 from collections.abc import Callable
@@ -37,43 +37,42 @@ _WRITE_LIMIT_S = 600
 
 
 def name_references(job: Job, job_log_dir: epath.Path | None) -> Job:
-  """Returns the job with files of its own directory as the `reference` of all inputs of pairs that name no file.
+  """Returns the job with a file of its directory as the `reference` of each input of pairs that has no file.
 
-  Without a directory, and if the loss computes the reference in every step (reference='base'), these read no file.
+  Without a directory, or if the loss computes the reference in every step (reference='base'), these inputs get zeros.
 
-  Raises:
-    UserError: the loss computes the reference, but an input names a file or is `reference_free`.
+  Raises a UserError if the loss computes the reference, but an input has a file or is `reference_free`.
   """
 
-  def named(name: str, each: Input) -> Input:
-    if not isinstance(each, PreferenceInput):
-      return each
-    if reads_base and (each.reference_free or each.reference is not None):
-      own = 'reference_free' if each.reference_free else f"{each.reference} as its reference's log-probabilities"
+  def with_reference(name: str, source: Input) -> Input:
+    if not isinstance(source, PreferenceInput):
+      return source
+    if uses_base and (source.reference_free or source.reference is not None):
+      setting = 'reference_free=True' if source.reference_free else f'reference={source.reference}'
       raise UserError(
-        f"{name} has {own}, but the loss computes those of the base in every step (reference='base'): leave one of the "
-        'two out.'
+        f"{name} has {setting}, but with reference='base' the loss computes the reference in every step: remove one of "
+        'the two.'
       )
-    if each.reference_free or each.reference is not None:
-      return each
-    if reads_base or job_log_dir is None:
-      return each.without_reference()
-    return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
+    if source.reference_free or source.reference is not None:
+      return source
+    if uses_base or job_log_dir is None:
+      return source.without_reference()
+    return dataclasses.replace(source, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
 
   loss = job.task.as_task('a comparison of answers').loss
-  reads_base = isinstance(loss, ReferenceLoss) and loss.reference_from == 'base'
+  uses_base = isinstance(loss, ReferenceLoss) and loss.reference_from == 'base'
   return dataclasses.replace(
     job,
-    train_input=map_sources(named, job.train_input, 'train_input'),
-    eval_inputs={name: map_sources(named, each, f'eval_{name}') for name, each in job.eval_inputs.items()},
+    train_input=map_sources(with_reference, job.train_input, 'train_input'),
+    eval_inputs={name: map_sources(with_reference, source, f'eval_{name}') for name, source in job.eval_inputs.items()},
   )
 
 
 class ComputeReferences(TrainHook):
-  """Computes the files of a new job's references from the first state; a resumed job checks that it has them."""
+  """Computes the reference files of a new job from its first state; checks the files of a resumed job."""
 
   def start(self, run: TrainRun) -> None:
-    if not _own(run.job, run.job_log_dir):
+    if not _inputs_with_own_file(run.job, run.job_log_dir):
       return
     with run.timed('reference', 'evaluation'):
       on_batch = functools.partial(run.watchdog.beat, run.first_step, 'reference')
@@ -82,13 +81,14 @@ class ComputeReferences(TrainHook):
         run.message(line)
 
 
-def _own(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:
-  own = job_log_dir / _DIRECTORY
+def _inputs_with_own_file(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:
+  """Returns the inputs of pairs whose reference file is in the job's directory."""
+  directory = job_log_dir / _DIRECTORY
   return [
-    each
-    for given in (job.train_input, *job.eval_inputs.values())
-    for each in sources_of(given)
-    if isinstance(each, PreferenceInput) and each.reference and epath.Path(each.reference).parent == own
+    source
+    for data in (job.train_input, *job.eval_inputs.values())
+    for source in sources_of(data)
+    if isinstance(source, PreferenceInput) and source.reference and epath.Path(source.reference).parent == directory
   ]
 
 
@@ -101,29 +101,28 @@ def compute_references(
   *,
   on_batch: Callable[[], None],
 ) -> list[str]:
-  """Writes the reference files of a new job; for a resumed job, checks that they are there and fit.
+  """Writes the reference files of a new job; checks the files of a resumed job.
 
   Args:
-    job: as `name_references` returns it.
-    model, state, step: what the job starts from.
-    job_log_dir: gets the files; inputs that name a file elsewhere keep theirs.
-    on_batch: called after every batch.
+    job: the result of `name_references`.
+    model, state, step: what training starts from.
+    job_log_dir: where the files are; inputs with a file elsewhere are skipped.
+    on_batch: called after each batch.
 
-  Returns:
-    Lines for the user.
+  Returns lines for the user.
 
-  Raises:
-    UserError: the job is resumed, but a file is missing or is of other pairs; or a pair cannot be used.
+  Raises a UserError if a resumed job's file is missing or belongs to other pairs, or if a pair is invalid.
   """
   lines = []
-  for each in _own(job, job_log_dir):
-    path = epath.Path(each.reference or '')
-    # The settings that decide a pair's tokens.
-    identity = {'source': each.source.open().fingerprint(), 'seq_len': each.seq_len, **each.block_encoder().identity()}
+  for source in _inputs_with_own_file(job, job_log_dir):
+    path = epath.Path(source.reference or '')
+    # The settings that determine the tokens of pairs.
+    identity = {'source': source.source.open().fingerprint(), 'seq_len': source.seq_len}
+    identity |= source.block_encoder().identity()
     if step > 0:
       _check(path, identity)
       continue
-    values = _compute(each.numbered(), model, state, job.experiment.input_timeout_s, on_batch)
+    values = _compute(source.numbered(), model, state, job.experiment.input_timeout_s, on_batch)
     num_left_out = int(np.isnan(values[:, 0]).sum())
     buffer = io.BytesIO()
     np.save(buffer, values)
@@ -137,8 +136,8 @@ def compute_references(
 
     primary_decides(write, f'write_{path.stem}', limit_s=_WRITE_LIMIT_S)
     lines.append(
-      f'the reference model gives the {len(values) - num_left_out} chosen answers log-probability '
-      f'{np.nanmean(values[:, 0]):.2f} on average and the rejected ones {np.nanmean(values[:, 1]):.2f}: {path}'
+      f'the mean log-probability under the reference model is {np.nanmean(values[:, 0]):.2f} for the '
+      f'{len(values) - num_left_out} chosen answers, {np.nanmean(values[:, 1]):.2f} for the rejected ones: {path}'
     )
   return lines
 
@@ -146,12 +145,12 @@ def compute_references(
 def _compute(
   pairs: PreferenceInput, model: PartitionedModel, state: TrainState, timeout_s: float, on_batch: Callable[[], None]
 ) -> np.ndarray:
-  """float32 [N, 2]: log-probabilities of every record's chosen and rejected answer; NaN for one that is left out."""
+  """Returns the log-probabilities of each record's chosen and rejected answer, float32 [N, 2]; NaN if left out."""
 
   def reference_step(variables, batch):
     predictions = model.task.predict(variables, batch)
     sums = pair_log_probs(predictions, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
-    # The number of a pair's record, of its first segment's tokens. [B, P]
+    # The record of each pair, from the tokens of its first segment: [B, P].
     num_pairs = sums.chosen.shape[1]
     is_chosen = batch['segment_ids'] % 2 == 1
 
@@ -167,18 +166,18 @@ def _compute(
   variables = state.variables
   iterator = pairs.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   with Prefetcher(iterator, step.place, timeout_s=timeout_s) as batches:
-    # Each batch is fetched after the next one was launched, so that the device always has work.
-    launched = itertools.chain((step(variables, batch) for batch, _ in batches), [()])
-    for done, _ in itertools.pairwise(launched):
-      log_probs, records = map(np.asarray, done)
+    # Fetches a batch's results after launching the next batch, so that the device is never idle.
+    results = itertools.chain((step(variables, batch) for batch, _ in batches), [()])
+    for result, _ in itertools.pairwise(results):
+      log_probs, records = map(np.asarray, result)
       on_batch()
       is_pair = records > 0
       values[records[is_pair] - 1] = log_probs[is_pair]
       is_known[records[is_pair] - 1] = True
   if not np.isfinite(values[is_known]).all():
     raise UserError(
-      'a log-probability of the reference model is not finite: look for ids outside the vocabulary in the pairs, and '
-      'for weights that are not finite in the model.'
+      'a log-probability of the reference model is not finite: check the pairs for ids outside the vocabulary, and the '
+      'model for weights that are not finite.'
     )
   return values
 
@@ -191,11 +190,10 @@ def _check(path: epath.Path, identity: dict[str, object]) -> None:
   remedy = 'put it back, or train from the start in a new --job_log_dir.'
   try:
     about = dict(json.loads(path.with_suffix('.json').read_text()))
-    content = path.read_bytes()
+    if _digest(io.BytesIO(path.read_bytes())) != about.get('digest'):
+      raise ValueError('its digest has changed')
   except (OSError, ValueError, TypeError) as error:
     raise UserError(f"{path}, the reference model's log-probabilities, cannot be read ({error}): {remedy}") from error
-  if _digest(io.BytesIO(content)) != about.get('digest'):
-    raise UserError(f"{path}, the reference model's log-probabilities, is damaged: {remedy}")
   if about.get('pairs') != identity:
     changed = [name for name, value in identity.items() if about.get('pairs', {}).get(name) != value]
     raise UserError(f'{path} has log-probabilities of other pairs ({", ".join(changed)} changed): {remedy}')

@@ -1,4 +1,4 @@
-"""RewardTuning: the base of experiments that learn from rewards; also the published methods by name.
+"""RewardTuning: the base class of experiments that learn from rewards, and the published methods by name.
 
 class Grpo(RewardTuning, PretrainedLanguageModel): ...       # see experiments/tune.py
 """
@@ -20,8 +20,8 @@ from spmd_tasks.tuning.rollout_task import LanguageModelWithValues, RolloutTask,
 
 Files = str | tuple[str, ...]
 
-# Settings that RolloutInput has by the same names.
-_SAME = (
+# Settings with the same names in RolloutInput.
+_SHARED_SETTINGS = (
   *('environment', 'max_turns', 'batch_size', 'seq_len', 'group_size', 'num_minibatches', 'num_iterations'),
   *('staleness', 'max_tokens', 'temperature', 'top_k', 'top_p', 'overlong_margin', 'gamma', 'lam'),
   *('packing', 'reward_timeout_s', 'seed'),
@@ -30,7 +30,7 @@ _SAME = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-  """What a published method chooses; see PolicyLoss and RolloutInput for the fields."""
+  """The settings of a published method; see PolicyLoss and RolloutInput for the fields."""
 
   baseline: str = 'group'
   scale: str = 'group'
@@ -56,19 +56,19 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
 
 
 class RewardTuning(TextTraining):
-  """Trains on completions that the model samples itself, by rewards; a base before that of the model."""
+  """Trains on completions that the model samples, by their rewards. A mixin: name it before the model's base class."""
 
-  # Files of prompts for training and, if given, for evaluation (JSON lines, Parquet or Arrow), whose records have
-  # `prompt`, a text or messages, and what the reward functions read.
+  # Files of prompts for training and optionally for evaluation (JSON lines, Parquet or Arrow), whose records have
+  # `prompt`, a text or messages, and further fields for the reward functions.
   data: Files = ''
   eval_data: Files = ''
-  # module:function, called as (prompt, completion, record) -> number, or the folder of a reward model; or several with
-  # their weights.
+  # module:function, called as (prompt, completion, record) -> number, or the folder of a reward model; or a mapping
+  # from several of them to their weights.
   reward: str | Mapping[str, float] = ''
-  # module:Class that answers completions, in place of a reward or beside it; see environments.py.
+  # module:Class that answers completions and rewards them, with or without `reward`; see environments.py.
   environment: str | None = None
-  max_turns: int = 8  # completions of an episode with it
-  # One of METHODS; a field below that is not None replaces what the method chooses.
+  max_turns: int = 8  # completions of an episode
+  # One of METHODS; fields below that are not None override its settings.
   method: str = 'grpo'
   baseline: str | None = None
   scale: str | None = None
@@ -77,8 +77,8 @@ class RewardTuning(TextTraining):
   clip_low: float | None = None
   clip_high: float | None = None
   drops_equal: bool | None = None
-  kl_in_reward: bool | None = None  # the KL divergence is a part of the reward, not of the loss
-  # Of PPO: the discounts of rewards and of advantages, the weight of the values in the loss, and their clip.
+  kl_in_reward: bool | None = None  # whether the KL divergence is part of the reward instead of the loss
+  # For PPO: the discounts of rewards and of advantages, the weight of the values in the loss, and their clip.
   gamma: float = 1.0
   lam: float = 0.95
   value_weight: float = 0.1
@@ -86,38 +86,38 @@ class RewardTuning(TextTraining):
 
   group_size: int = 8  # completions of each prompt
   batch_size: int = 64  # completions of an update
-  num_minibatches: int = 1  # updates that divide a rollout's completions
-  staleness: int = 0  # 1: a rollout is sampled before the updates of the one before
+  num_minibatches: int = 1  # updates among which a rollout's completions are divided
+  staleness: int = 0  # 1 samples a rollout before the updates of the previous rollout
   num_iterations: int = 1  # how often each completion is trained on
-  max_tokens: int = 256  # of a completion; with an environment, of all that follows the prompt
-  # How completions are drawn. All log-probabilities are after the temperature, and before top_k and top_p, as in TRL.
+  max_tokens: int = 256  # per completion; with an environment, per episode after its prompt
+  # Sampling settings. Log-probabilities include the temperature, but neither top_k nor top_p, as in TRL.
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   overlong_margin: int = 0  # the last tokens before max_tokens cost up to 1 (overlong_penalties)
-  num_rollout_slots: int = 64  # completions that are generated at once
-  # How strongly the model is held to a reference: 'start', the weights that training starts from, or 'base', the frozen
-  # model under low-rank adapters.
+  num_rollout_slots: int = 64  # completions that are generated concurrently
+  # The weight of the KL divergence from the reference: 'start' is the model that training starts from, 'base' the
+  # frozen model without its low-rank adapters.
   kl_weight: float = 0.0
   reference: str = 'start'
-  sampler_cap: float | None = None  # None: 2 with staleness, else none
-  # Whether updates have several short texts in a row; microbatches that are left over are not computed.
+  sampler_cap: float | None = None  # None is 2 with staleness, otherwise no cap
+  # Whether to pack several short texts into a row; empty microbatches are not computed.
   packing: bool = True
-  # Whether the trainer computes tokens by the experts that the sampler took, with gates of its own.
+  # Whether training routes tokens to the experts that the sampler chose, with its own gates.
   replays_routing: bool = False
   num_reward_workers: int = 2  # processes that call reward functions
-  reward_timeout_s: float = 10.0  # of one call
+  reward_timeout_s: float = 10.0  # per call
 
   seq_len: int = 1024
   learning_rate: float = 1e-6
 
   @property
   def chosen(self) -> Method:
-    """The method, with the fields that are set."""
+    """The settings of the method, with the overrides."""
     if self.method not in METHODS:
       raise UserError(f'method = {self.method!r} must be one of {", ".join(METHODS)}.')
-    given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Method)}
-    return dataclasses.replace(METHODS[self.method], **{k: v for k, v in given.items() if v is not None})
+    overrides = {field.name: getattr(self, field.name) for field in dataclasses.fields(Method)}
+    return dataclasses.replace(METHODS[self.method], **{k: v for k, v in overrides.items() if v is not None})
 
   def task(self) -> fdl.Config:
     """The task, whose model has a head for values if the method needs them."""
@@ -127,7 +127,7 @@ class RewardTuning(TextTraining):
       task.records_routing = True
     if self.chosen.baseline == 'gae':
       if fdl.get_callable(task.model) is not LanguageModel:
-        raise UserError(f'method = {self.method!r} needs the values of a decoder: train one, or take another method.')
+        raise UserError(f'method = {self.method!r} needs the values of a decoder: use a decoder, or another method.')
       fdl.update_callable(task.model, LanguageModelWithValues)
       task.trained = task.trained and (*task.trained, 'value_head/')
     return task
@@ -135,7 +135,7 @@ class RewardTuning(TextTraining):
   def _num_choices(self) -> int:
     number = num_choices(fdl.build(self.task().model)) if self.replays_routing else 0
     if self.replays_routing and not number:
-      raise UserError('replays_routing=True needs a mixture whose tokens choose experts: set it to False.')
+      raise UserError('replays_routing=True needs a mixture of experts whose tokens choose experts: set it to False.')
     return number
 
   def loss(self) -> fdl.Config:
@@ -154,7 +154,7 @@ class RewardTuning(TextTraining):
     )
 
   def check_data(self) -> None:
-    """Raises a UserError without prompts or a reward."""
+    """Raises a UserError unless there are prompts, and a reward or an environment."""
     if not self.data or not (self.reward or self.environment):
       raise UserError(
         f'{type(self).__name__} needs prompts and a reward: --set data=FILE --set reward=MODULE:FUNCTION, a function '
@@ -165,10 +165,10 @@ class RewardTuning(TextTraining):
     self.check_data()
     method = self.chosen
     if method.kl_in_reward and self.kl_weight and self.reference != 'start':
-      raise UserError(f"reference = {self.reference!r} goes with kl_in_reward=False: set reference='start', or that.")
+      raise UserError(f"reference = {self.reference!r} needs kl_in_reward=False: set it, or reference='start'.")
     return fdl.Config(
       RolloutInput,
-      **{name: getattr(self, name) for name in _SAME},
+      **{name: getattr(self, name) for name in _SHARED_SETTINGS},
       **{name: getattr(method, name) for name in ('baseline', 'scale', 'drops_equal')},
       source=fdl.Config(RewardPrompts, pattern=self.data),
       eval_source=fdl.Config(RewardPrompts, pattern=self.eval_data) if self.eval_data else None,
@@ -183,5 +183,5 @@ class RewardTuning(TextTraining):
     )
 
   def eval_inputs(self) -> dict[str, fdl.Config]:
-    """None: prompts for evaluation are completed, see `eval_data`."""
+    """Returns {}: rewards are evaluated on completions of `eval_data`."""
     return {}

@@ -1,11 +1,12 @@
-"""RolloutInput: prompts of which a training job samples completions itself, and the arrays of these completions.
+"""RolloutInput: prompts whose completions the training job samples, and the arrays of these completions.
 
     RolloutInput(source=RewardPrompts(pattern='sums.jsonl'), rewards={'my_lab.rewards:is_correct': 1.0}, ...)
 
-P prompts are completed G times each (rollout_sampler.py), get rewards (rollout_rewards.py), and serve one update or
-several, with minibatches of the rows, several times (rollouts.py). The position of the input is that of its prompts,
-the rollout of which updates are still due, and with staleness the completions of the next one, whose rewards are
-computed again. Draws depend on the seed, the epoch and the record only: a job that goes on makes the same bits.
+A rollout is G completions of each of P prompts (rollout_sampler.py) with their rewards (rollout_rewards.py). It is used
+for one or several updates, in minibatches of its rows, once or several times (rollouts.py). The input's position
+consists of the position in the prompts, the rollout if it has updates left, and with staleness the completions of the
+next rollout, whose rewards are computed again. Samples depend only on the seed, the epoch and the record, so a resumed
+job samples the same completions, bit for bit.
 
 Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a prompt and its completion), n choices of
 experts of a token in all layers.
@@ -16,7 +17,6 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import io
-import math
 from typing import Any, ClassVar
 
 from absl import logging
@@ -35,10 +35,9 @@ from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.record_files import OpenRecordFiles
 from spmd_tasks.tuning.rollout_packing import pack
 
-_MAX_WORKERS = 1000
 _FIELDS = {'num_slots': 'num_rollout_slots', 'num_workers': 'num_reward_workers'}  # as RewardTuning names them
-RewardPrompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
-# The batches of all rows of a rollout, by name: [R, T], or [R] and [R, T, n].
+RewardPrompt = tuple[int, int, Mapping[str, Any]]  # epoch, index of the record, the record
+# The arrays of all rows of a rollout by name: [R, T], [R] or [R, T, n].
 Rollout = Batch
 
 
@@ -46,7 +45,7 @@ Rollout = Batch
 class RewardPrompts:
   """Prompts in JSON lines, Parquet or Arrow files (a glob pattern or several).
 
-  A record has `prompt`, a text or a list of messages, and whatever else the reward functions read.
+  A record has `prompt`, a text or a list of messages, and further fields for the reward functions.
   """
 
   pattern: str | tuple[str, ...]
@@ -57,27 +56,26 @@ class RewardPrompts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutInput:
-  """What a rollout is made of; the batches are made by MakeRollouts.
+  """The settings of rollouts, from which MakeRollouts makes batches.
 
-  Fields not named here are as in RewardTuning:
+  Fields; see RewardTuning for the others:
     source: RewardPrompts.
-    eval_source: further ones, which are completed greedily at the experiment's `eval_every_steps`; None: none.
-    tokenizer, template: of the prompts.
+    eval_source: further prompts, which are completed greedily at the experiment's `eval_every_steps`, or None.
+    tokenizer, template: for the prompts.
     rewards: `module:function` (reward_functions.py) or the folder of a reward model (reward_models.py) -> its weight in
-      a completion's reward; those of an environment are added.
+      a completion's reward, to which an environment's rewards are added.
     batch_size, seq_len, group_size, num_minibatches: B, T, G, R / B.
-    staleness: 1: a rollout is sampled before the first update of the rollout before it, so that reward functions run
-      while the devices make the updates; 0: after the last one.
-    baseline, scale: of advantages (advantages.py); with the baseline 'gae' those of tokens, from the values of a model
-      with a value head.
-    reward_kl_weight: how much of log q - log r, of the models that sampled and of reference, is taken off the reward.
-    drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
-      (DAPO's dynamic sampling).
-    packing: whether updates have several short texts in a row (rollout_packing.py).
-    num_choices: n, the choices of experts that are recorded and replayed; 0: none are.
-    has_reference: whether batches have the log-probabilities under the weights that training starts from.
-    num_slots, num_workers: completions that are generated at once, and processes for rewards.
-    shuffle: the prompts, by `seed`, of which draws depend too.
+    staleness: 1 samples a rollout before the first update of the previous rollout, so that reward functions run during
+      the updates; 0 samples it after the last update.
+    baseline, scale: see advantages.py; the baseline 'gae' computes advantages of tokens, and needs a model with values.
+    reward_kl_weight: the weight of log q - log r, which is subtracted from the reward; q is the model that sampled, r
+      the reference.
+    drops_equal: whether to replace prompts whose completions all have the same reward (DAPO's dynamic sampling).
+    packing: whether to pack several short texts into a row (rollout_packing.py).
+    num_choices: n, if the sampler's experts are recorded and replayed, or 0.
+    has_reference: whether batches have log-probabilities under the weights that training starts from.
+    num_slots, num_workers: how many completions are generated concurrently, and how many processes compute rewards.
+    seed, shuffle: the seed of the samples, and whether to shuffle the prompts by it.
   """
 
   source: RewardPrompts
@@ -121,53 +119,46 @@ class RolloutInput:
     for name in counts:
       if getattr(self, name) < 1:
         raise UserError(f'{_FIELDS.get(name, name)} = {getattr(self, name)} must be at least 1.')
-    if self.num_workers > _MAX_WORKERS:
-      raise UserError(f'num_reward_workers = {self.num_workers} must be at most {_MAX_WORKERS}.')
     if self.num_rows % self.group_size:
       raise UserError(
-        f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '
-        f'{self.group_size}, the completions of one prompt.'
+        f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be divisible by group_size '
+        f'{self.group_size}, the number of completions of a prompt.'
       )
     if self.staleness not in (0, 1):
       raise UserError(f'staleness = {self.staleness} must be 0 or 1.')
     if self.needs_reward and not self.all_rewards:
       raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
-    for name, weight in self.rewards.items():
-      if not math.isfinite(weight):
-        raise UserError(f'the weight {weight} of reward {name!r} must be finite.')
-    for name, known in (('baseline', BASELINES), ('scale', SCALES)):
-      if getattr(self, name) not in known:
-        raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
+    for name, choices in (('baseline', BASELINES), ('scale', SCALES)):
+      if getattr(self, name) not in choices:
+        raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, choices))}.')
     if (self.baseline == 'gae' and self.scale == 'group') or not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
       raise UserError(
         f"scale = {self.scale!r} must be 'batch' or 'none' for baseline = 'gae', and gamma = {self.gamma} and lam = "
         f'{self.lam} from 0 to 1.'
       )
-    if self.reward_kl_weight and not self.has_reference:
-      raise UserError(f'reward_kl_weight = {self.reward_kl_weight} needs has_reference = True.')
-    alone = self.scale == 'batch' or self.baseline == 'gae' or (self.baseline, self.scale) == ('none', 'none')
-    if self.group_size == 1 and not alone:
+    needs_no_group = self.scale == 'batch' or self.baseline == 'gae' or (self.baseline, self.scale) == ('none', 'none')
+    if self.group_size == 1 and not needs_no_group:
       raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
-    SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
+    SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # checks the values
     if self.needs_reward and self.group_size > 1 and (self.top_k == 1 or self.top_p == 0):
       raise UserError(
-        f'top_k = {self.top_k} and top_p = {self.top_p} make all completions of a prompt one, so that nothing is '
-        'learnt: set top_k to 0 or at least 2, and top_p above 0.'
+        f'top_k = {self.top_k} and top_p = {self.top_p} make all completions of a prompt equal: set top_k to 0 or at '
+        'least 2, and top_p above 0.'
       )
     if self.num_choices and (self.environment or self.num_slots < self.num_rows):
       raise UserError(
-        f'replays_routing needs a slot for each of the {self.num_rows} completions of a rollout, not {self.num_slots}, '
-        'and no environment: set num_rollout_slots.'
+        f'replays_routing needs num_rollout_slots of at least {self.num_rows}, the completions of a rollout, not '
+        f'{self.num_slots}, and no environment.'
       )
     if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
       raise UserError(
-        f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
+        f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which includes the prompt, and at '
         f'least overlong_margin {self.overlong_margin}.'
       )
 
   @property
   def all_rewards(self) -> dict[str, float]:
-    """The weights of all rewards by name, the environment's first."""
+    """The weights of all rewards by name, beginning with the environment."""
     return {**({self.environment: 1.0} if self.environment else {}), **self.rewards}
 
   @property
@@ -177,7 +168,7 @@ class RolloutInput:
 
   @property
   def num_updates(self) -> int:
-    """How many updates one rollout serves."""
+    """How many updates use a rollout."""
     return self.num_minibatches * self.num_iterations
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -186,11 +177,11 @@ class RolloutInput:
     return spec | {name: jax.ShapeDtypeStruct(spec['ids'].shape, dtype) for name, dtype in per_token.items()}
 
   def batch_of(self, rollout: Rollout, num_parts: int) -> Batch:
-    """The batch of B rows of a rollout, for an update in so many microbatches."""
+    """Returns the batch of an update in `num_parts` microbatches from B rows of a rollout."""
     return pack(rollout, num_parts, self.tokenizer.pad_id) if self.packing else rollout
 
   def rollout_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """What batches have of a rollout, before several texts share a row."""
+    """Returns the spec of B rows of a rollout, before packing."""
     has_values = self.baseline == 'gae'
     has_old = has_values or self.num_updates > 1 or self.reward_kl_weight > 0
     names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
@@ -203,7 +194,7 @@ class RolloutInput:
     }
 
   def text_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the model reads of it."""
+    """Returns the spec of the arrays that the model reads."""
     spec = language_model_spec(self.batch_size, self.seq_len)
     if self.num_choices:
       shape = (self.batch_size, self.seq_len, self.num_choices)
@@ -211,7 +202,7 @@ class RolloutInput:
     return spec
 
   def rollout_of(self, episodes: Sequence[Episode], num_rows: int) -> Rollout:
-    """The arrays of episodes, without what is computed later; those without a prompt, and further rows, are padding."""
+    """Returns the arrays of episodes, one per row; episodes without a prompt, and further rows, are padding."""
     rollout = empty_batch(
       num_rows, self.seq_len, self.tokenizer.pad_id, {**BATCH_DTYPES, 'sampler_log_probs': np.float32}
     )
@@ -228,12 +219,12 @@ class RolloutInput:
       rollout['sampler_log_probs'][row, start:end] = each.logprobs
       if self.num_choices:
         if each.expert_ids is None:
-          raise UserError('replays_routing: prompts that end at strings are not sampled by one program: unset it.')
+          raise UserError('replays_routing does not support stop strings: set it to False, or remove the stop strings.')
         rollout['expert_ids'][row, :end] = each.expert_ids[:end]
     return rollout
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
-    """Every process reads all prompts."""
+    """Returns an iterator over all prompts, on every process."""
     shard_rows(self.batch_size, shard_index, shard_count)
     return PromptIterator(self)
 
@@ -241,7 +232,7 @@ class RolloutInput:
     return [states[0]] * shard_count
 
   def prompt_of(self, record: Mapping[str, Any]) -> str:
-    """The text that a record's prompt is."""
+    """Returns the text of a record's prompt."""
     if isinstance(record['prompt'], str):
       return record['prompt']
     return self.template.render(messages_of(record, 'prompt'), tools=tools_of(record, 'tools'))
@@ -251,13 +242,13 @@ class RolloutInput:
 
 
 class PromptIterator:
-  """The order of prompts, and the rollout of which updates are still due: the position of a RolloutInput.
+  """The position of a RolloutInput: the position in the prompts, and the current rollout.
 
   Attributes:
-    rollout: that rollout; None: the next update needs a new one.
-    metrics: of the newest rollout.
-    num_made: how many updates were made of it.
-    drawn: with staleness the completions of the next rollout, as text; None: there are none.
+    rollout: the rollout that has updates left; None if the next update needs a new rollout.
+    metrics: the metrics of the newest rollout.
+    num_made: how many updates have used it.
+    drawn: with staleness, the completions of the next rollout, as text, or None.
   """
 
   def __init__(self, settings: RolloutInput):
@@ -266,21 +257,21 @@ class PromptIterator:
     num_prompts = settings.num_rows // settings.group_size
     if num_prompts > len(self._records):
       logging.warning(
-        'A rollout takes %d prompts, and the data have %d, so that some come more than once: give more prompts, or '
-        'lower batch_size or num_minibatches.',
+        'A rollout takes %d prompts, but the data have only %d, so that rollouts repeat prompts: add prompts, or '
+        'reduce batch_size or num_minibatches.',
         *(num_prompts, len(self._records)),
       )
     self._num_read = 0
     self.rollout: Rollout | None = None
     self.num_made, self.metrics = 0, dict[str, float]()
     self.drawn: str | None = None
-    self._text: str | None = None  # of the rollout, once it was asked for
+    self._text: str | None = None  # the rollout as text, once a state was saved
 
   def __iter__(self) -> 'PromptIterator':
     return self
 
   def __next__(self) -> Batch:
-    """A batch with made-up completions and advantages in place of sampled ones, for --mode verify."""
+    """Returns a batch with random completions and advantages, for --mode verify."""
     settings = self._settings
     rng = np.random.default_rng((settings.seed, self._num_read))
     episodes = []
@@ -299,27 +290,27 @@ class PromptIterator:
     return settings.batch_of(batch, 1)
 
   def take(self, number: int) -> list[RewardPrompt]:
-    """The next prompts."""
-    taken = []
+    """Returns the next prompts."""
+    positions = []
     for _ in range(number):
-      epoch, place = divmod(self._num_read, len(self._records))
+      epoch, index = divmod(self._num_read, len(self._records))
       self._num_read += 1
       if self._settings.shuffle:
-        place = int(self._order(epoch)[place])
-      taken.append((epoch, place))
-    return self.prompts_at(taken)
+        index = int(self._order(epoch)[index])
+      positions.append((epoch, index))
+    return self.prompts_at(positions)
 
   def _order(self, epoch: int) -> np.ndarray:
-    """Returns the order of an epoch's prompts, in which those of a rollout differ, also at the border of two epochs."""
+    """Returns the order of an epoch's prompts; the prompts of a rollout differ, even if it spans two epochs."""
     settings, num_records = self._settings, len(self._records)
     num_prompts = settings.num_rows // settings.group_size
-    # More than one rollout's: others may come in the place of prompts that are left out.
+    # Larger than a rollout, because `drops_equal` replaces prompts.
     window = max(num_prompts, min(8 * num_prompts, num_records // 4))
     return order_of_epoch(num_records, window, settings.seed, epoch)
 
-  def prompts_at(self, places: Sequence[tuple[int, int]]) -> list[RewardPrompt]:
-    """The prompts of epochs and numbers of records."""
-    return [(epoch, place, record_of(self._records, place)) for epoch, place in places]
+  def prompts_at(self, positions: Sequence[tuple[int, int]]) -> list[RewardPrompt]:
+    """Returns the prompts of (epoch, index of the record) pairs."""
+    return [(epoch, index, record_of(self._records, index)) for epoch, index in positions]
 
   def get_state(self) -> State:
     state = self._identity | {'num_read': self._num_read, 'num_made': self.num_made, 'drawn': self.drawn}
@@ -337,7 +328,7 @@ class PromptIterator:
         self.rollout = dict(arrays)
 
   def begin(self, rollout: Rollout, metrics: dict[str, float]) -> None:
-    """Goes on with the updates of a new rollout."""
+    """Starts the updates of a new rollout."""
     self.rollout, self.metrics, self.num_made, self._text = rollout, metrics, 0, None
 
   def _rollout_text(self) -> str:
@@ -350,7 +341,7 @@ class PromptIterator:
   def close(self) -> None:
     pass
 
-  @functools.cached_property  # each step asks for it
+  @functools.cached_property  # because each step saves the state
   def _identity(self) -> State:
     names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations', 'staleness')
     return {
@@ -363,11 +354,11 @@ class PromptIterator:
 
 
 def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:
-  """The fields of a record; raises a UserError that names it if it has no prompt."""
+  """Returns the fields of a record. Raises a UserError that names the record if it has no prompt."""
   try:
     ((record, _),) = records[index].documents
     if not (prompt := record.values.get('prompt')):
-      raise UserError("there is no 'prompt', a text or a list of messages.")
+      raise UserError("the record has no 'prompt': add a text or a list of messages, or remove the record.")
     if not isinstance(prompt, str):
       messages_of(record.values, 'prompt')
     return record.values

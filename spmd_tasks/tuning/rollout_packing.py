@@ -1,7 +1,7 @@
-"""pack: puts the texts of a batch into as few rows as they need, so that an update computes little padding.
+"""pack: moves the texts of a rollout into as few rows as possible, so that an update computes little padding.
 
-Texts of a rollout end where the model ends them, and most are much shorter than the longest. Batches keep their shape:
-rows that are left over are empty, and lie in the last microbatches, which `accumulate_gradients` then leaves out.
+Most texts of a rollout are much shorter than the longest. Batches keep their shape: the last microbatches get the empty
+rows, and `accumulate_gradients` skips them.
 
 Shapes: B rows, T tokens of a row, M microbatches.
 """
@@ -12,24 +12,23 @@ from spmd_tasks.inputs import Batch
 
 
 def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
-  """Returns a batch with the same texts in other rows; the same ones for the same batch, whatever the mesh.
+  """Returns a batch with the same texts in other rows, which do not depend on the mesh.
 
   Args:
-    batch: arrays [B, ...], one text a row from its first column on, or none.
-    num_parts: M, which divides B; microbatch m has rows m, M + m, 2 M + m, ...
-    pad_id: the id in padding.
+    batch: arrays [B, ...]; each row has one text, from its first column on, or none.
+    num_parts: M, a divisor of B; microbatch m has the rows m, M + m, 2 M + m, ...
+    pad_id: the id of padding.
 
-  Returns:
-    `segment_ids` that number the texts of each row, and `completion_lengths`, float32 [B, T], how many tokens of its
-    text have a weight. Arrays [B] have become [B, T], each token having what its text had.
+  Returns the arrays, with `segment_ids` that number the texts of each row, and `completion_lengths` float32 [B, T], the
+  number of tokens with a weight in each token's text. Arrays [B] become [B, T], with the text's value for each token.
   """
-  is_text = (batch['segment_ids'] > 0) | (batch['weights'] > 0)  # a fault that gives padding a weight stays visible
+  is_text = (batch['segment_ids'] > 0) | (batch['weights'] > 0)  # so that padding with a weight is not lost
   (num_rows, seq_len), lengths = is_text.shape, is_text.sum(axis=1)
-  rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # by how many tokens are free: which rows
+  rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # the rows by their number of free tokens
   num_used, counts = 0, np.zeros(num_rows, np.int32)
   starts, numbers = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
   longest_first = np.argsort(-lengths, kind='stable')[: np.count_nonzero(lengths)]
-  for text in longest_first.tolist():  # each where it fits best
+  for text in longest_first.tolist():  # best fit
     length = int(lengths[text])
     room = next((room for room in range(length, seq_len) if rooms[room]), seq_len)
     if room < seq_len:
@@ -52,6 +51,6 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
 
 
 def _row_of(number: int, num_rows: int, num_parts: int) -> int:
-  """Where a row lies so that the first ones fill the first microbatches."""
+  """Returns the row of the batch for the row `number`, so that the first rows fill the first microbatches."""
   part, place = divmod(number, num_rows // num_parts)
   return place * num_parts + part

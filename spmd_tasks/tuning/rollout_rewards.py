@@ -1,8 +1,8 @@
-"""RolloutRewards: the rewards of completions by functions, models and an environment; and what follows from them.
+"""RolloutRewards: computes the rewards of completions by functions, reward models and an environment.
 
     rewards = RolloutRewards(settings, run)
-    asked = rewards.ask(prompts, groups)             # functions run in other processes meanwhile
-    values = rewards.values(asked)                   # float64 [P, G, K]
+    asked = rewards.ask(prompts, groups)             # starts the functions in other processes
+    values = rewards.values(asked)                   # waits for them: float64 [P, G, K]
 
 Shapes: P prompts, G completions of each, K rewards, R rows of a rollout, T tokens of a row.
 """
@@ -25,11 +25,11 @@ from spmd_tasks.tuning.rollout_input import RewardPrompt, Rollout, RolloutInput
 
 
 class RolloutRewards:
-  """All rewards of a job. Process 0 has the workers, and calls them in a thread; all processes run the models.
+  """All rewards of a job. Process 0 calls the workers in a thread; all processes run the reward models.
 
   Attributes:
-    environment: its class; None: there is none.
-    weights: of the rewards, float64 [K].
+    environment: the environment's class, or None.
+    weights: the weights of the rewards, float64 [K].
   """
 
   def __init__(self, settings: RolloutInput, run: TrainRun):
@@ -45,7 +45,7 @@ class RolloutRewards:
     self._num_decided = self._num_failed = 0
 
   def open(self) -> None:
-    """Starts the workers, which the job's end stops."""
+    """Starts the workers, which stop with the job."""
     settings, stack = self._settings, self._run.stack
     if is_primary() and (self._functions or self.environment):
       number, limit_s = settings.num_workers, settings.reward_timeout_s
@@ -59,51 +59,54 @@ class RolloutRewards:
       self._workers = stack.enter_context(workers)
       self._thread = futures.ThreadPoolExecutor(1)
       stack.callback(self._thread.shutdown)
-      stack.callback(workers.stop)  # first, so that the thread ends
+      stack.callback(workers.stop)  # called before the thread's shutdown, so that the thread can end
 
   def answer(self, calls: Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]) -> list[Any]:
-    """What the environment answers, (messages, reward, done, state); None where it fails. Process 0 has the states."""
+    """Returns the environment's answers, (messages, reward, done, state), or None if it fails.
+
+    Only process 0 has the states.
+    """
     states: list[Any] = [None] * len(calls)
 
     def step(workers: RewardWorkers) -> list[Any]:
-      found = workers.steps(calls)
-      states[:] = [each and each[3] for each in found]
-      return [each and each[:3] for each in found]
+      answers = workers.steps(calls)
+      states[:] = [answer and answer[3] for answer in answers]
+      return [answer and answer[:3] for answer in answers]
 
     answers = self._decide(len(calls), self._submit(step))
-    return [each and (*each, state) for each, state in zip(answers, states, strict=True)]
+    return [answer and (*answer, state) for answer, state in zip(answers, states, strict=True)]
 
   def ask(self, prompts: Sequence[RewardPrompt], groups: Sequence[Sequence[Episode]]) -> Any:
-    """Has process 0 call the functions; `values` takes what this returns."""
-    episodes = [(record, each) for (*_, record), group in zip(prompts, groups, strict=True) for each in group]
-    calls = [(record['prompt'], each.text, record) for record, each in episodes]
-    asked = self._submit(lambda workers: workers.rewards(calls).tolist()) if self._functions else None
-    return len(prompts), calls, [each.reward for _, each in episodes], asked
+    """Starts the reward functions on process 0; returns the argument of `values`."""
+    episodes = [(record, episode) for (*_, record), group in zip(prompts, groups, strict=True) for episode in group]
+    calls = [(record['prompt'], episode.text, record) for record, episode in episodes]
+    future = self._submit(lambda workers: workers.rewards(calls).tolist()) if self._functions else None
+    return len(prompts), calls, [episode.reward for _, episode in episodes], future
 
-  def values(self, given: Any) -> np.ndarray:
-    """The rewards, float64 [P, G, K], in the order of `all_rewards`; NaN where there is none."""
-    num_prompts, calls, of_environment, asked = given
+  def values(self, asked: Any) -> np.ndarray:
+    """Returns the rewards, float64 [P, G, K], in the order of `all_rewards`; NaN if a reward failed."""
+    num_prompts, calls, environment_rewards, future = asked
     columns = {name: model.rewards(calls) for name, model in self._models.items()}
     if self._settings.environment:
-      columns[self._settings.environment] = np.array(of_environment)
+      columns[self._settings.environment] = np.array(environment_rewards)
     if self._functions:
-      found = self._decide(len(calls), asked)
-      columns |= dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
+      rewards = self._decide(len(calls), future)
+      columns |= dict(zip(self._functions, np.array(rewards, np.float64).T, strict=True))
     values = np.array([columns[name] for name in self._settings.all_rewards], np.float64)
     return values.reshape(len(columns), num_prompts, len(calls) // num_prompts).transpose(1, 2, 0)
 
   def total(self, groups: Sequence[Sequence[Episode]], values: np.ndarray) -> np.ndarray:
-    """The sum of rewards by their weights, with what long completions cost, [P, G]."""
+    """Returns the weighted sums of rewards, with the penalties of long completions, [P, G]."""
     total = values @ self.weights
     if self._settings.overlong_margin:
-      lengths = np.array([[len(each.ids) for each in group] for group in groups])
+      lengths = np.array([[len(episode.ids) for episode in group] for group in groups])
       total = total + overlong_penalties(lengths, self._settings.max_tokens, self._settings.overlong_margin)
     return total
 
   def metrics(self, values: np.ndarray, total: np.ndarray) -> dict[str, float]:
-    """Means over all completions with a reward, the share of the others, and the mean of each reward of several.
+    """Returns the mean reward, the fraction of completions whose reward failed, and, of several rewards, each mean.
 
-    Without any reward there is no mean.
+    Means are over the completions whose reward did not fail, and omitted if there are none.
     """
     metrics = {'reward': mean(total), 'reward_failures': float(np.isnan(values).any(axis=-1).mean())}
     if len(self.weights) > 1:
@@ -111,35 +114,35 @@ class RolloutRewards:
     return {name: value for name, value in metrics.items() if not np.isnan(value)}
 
   def _submit(self, call: Any) -> Any:
-    """A Future of what `call` makes of the workers of process 0, one call after another; None on other processes."""
+    """Returns a Future of `call(workers)`, in the thread of process 0; None on other processes."""
     return self._workers and self._thread.submit(call, self._workers)
 
-  def _decide(self, number: int, future: Any) -> Any:
-    """The result of a Future of process 0; `number` is of the calls, for the time that they may take."""
+  def _decide(self, num_calls: int, future: Any) -> Any:
+    """Returns the result of a Future of process 0 on all processes; `num_calls` determines the timeout."""
     run, workers = self._run, self._workers
 
     def decide() -> Any:
       assert workers is not None
-      found = future.result()
+      result = future.result()
       if workers.num_failed > self._num_failed:
         run.message(f'{workers.num_failed - self._num_failed} rewards failed, the last one: {workers.last_problem}')
         self._num_failed = workers.num_failed
-      return found, workers.broken
+      return result, workers.broken
 
     self._num_decided += 1
-    limit_s = run.limit_s + round(self._settings.reward_timeout_s * number)
+    limit_s = run.limit_s + round(self._settings.reward_timeout_s * num_calls)
     with run.watchdog.allow('rewards', limit_s):
-      found, broken = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
+      result, broken = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
     if broken is not None:
       raise JobError(
-        f'a reward or an environment gave no result in any call so far; the last problem: {broken}. '
-        'Correct that code, and have it return a number where it cannot read a text; then start again.'
+        f'all calls of a reward or an environment have failed; the last problem: {broken}. Correct its code, return a '
+        'number also for texts that it cannot parse, and run the command again.'
       )
-    return found
+    return result
 
 
 def with_advantages(settings: RolloutInput, rollout: Rollout, grid: np.ndarray) -> Rollout:
-  """Adds the advantages of rewards [P, G], the last R - P G rows having none, and the returns of tokens."""
+  """Adds the advantages of rewards [P, G], and with values the returns; the last R - P G rows have no reward."""
   is_token, num_rows = rollout['weights'] > 0, len(rollout['weights'])
   kl = np.zeros(is_token.shape)
   if settings.reward_kl_weight:
@@ -153,10 +156,10 @@ def with_advantages(settings: RolloutInput, rollout: Rollout, grid: np.ndarray) 
   last = is_token.shape[1] - 1 - np.argmax(is_token[rows, ::-1], axis=1)
   rewards[rows, last] += grid.reshape(-1)[rows]
   discounts: dict[str, Any] = {'gamma': settings.gamma, 'lam': settings.lam, 'whitens': settings.scale == 'batch'}
-  made = generalized_advantages(rewards, rollout['old_values'], is_token, **discounts)
-  return rollout | {name: each.astype(np.float32) for name, each in zip(('advantages', 'returns'), made, strict=True)}
+  advantages, returns = generalized_advantages(rewards, rollout['old_values'], is_token, **discounts)
+  return rollout | {'advantages': advantages.astype(np.float32), 'returns': returns.astype(np.float32)}
 
 
 def mean(values: np.ndarray) -> float:
-  """The mean of the values that are known; NaN without any."""
+  """Returns the mean of the values that are not NaN; NaN if all are."""
   return float(np.nanmean(values)) if not np.isnan(values).all() else float('nan')

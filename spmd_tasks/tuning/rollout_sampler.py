@@ -1,4 +1,4 @@
-"""RolloutSampler and RolloutScorer: complete prompts with weights of the training mesh, and score what was sampled.
+"""RolloutSampler completes prompts with the weights on the training mesh; RolloutScorer scores the completions.
 
     sampler = RolloutSampler(settings, model, seed=0)
     rollout = settings.rollout_of(episodes_of(sampler.complete(variables, prompts, 8)), num_rows)
@@ -29,7 +29,7 @@ from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.preference_loss import answer_log_probs
 from spmd_tasks.tuning.rollout_input import RewardPrompt, Rollout, RolloutInput
 
-# Of an environment: (record, texts of the model, state) -> (messages, reward, done, state), or None where it fails.
+# An environment's answers: (record, texts of the model, state) -> (messages, reward, done, state), or None if it fails.
 Answer = Callable[[Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]], Sequence[Any]]
 
 
@@ -38,11 +38,11 @@ def episodes_of(groups: Iterable[Sequence[Episode]]) -> list[Episode]:
 
 
 class RolloutSampler:
-  """Samples completions, or with an environment the turns of episodes.
+  """Samples completions, or, with an environment, episodes of several turns.
 
   Attributes:
     steps: the compiled programs.
-    stop: strings at which a text ends.
+    stop: the environment's stop strings.
   """
 
   def __init__(
@@ -57,16 +57,16 @@ class RolloutSampler:
     beat: Callable[[], None] = lambda: None,
     report: Callable[[str], None] = print,
   ):
-    """Compiles nothing yet.
+    """Initializes the sampler; programs are compiled on first use.
 
     Args:
-      settings: of the rollouts.
-      model: with the mesh; its task's DecodeSettings are adapted.
-      seed: the experiment's.
-      answer, environment: what answers completions, and its class; None: there is none.
-      allow: allows so many seconds for an activity longer than a step.
+      settings: the settings of the rollouts.
+      model: the partitioned model; the DecodeSettings of its task are adapted.
+      seed: the experiment's seed.
+      answer, environment: the function that answers completions, and the class of the environment, or None.
+      allow: (activity, seconds) -> a context in which the watchdog allows that much longer than a step.
       beat: called after each step of the scheduler.
-      report: shows a sentence.
+      report: shows a message.
     """
     given = model.task.as_task('sampling').decode
     own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
@@ -85,11 +85,11 @@ class RolloutSampler:
     self._allow, self._beat, self._report = allow, beat, report
 
   def complete(self, variables: Any, prompts: Sequence[RewardPrompt], number: int, **draws: Any) -> list[list[Episode]]:
-    """The episodes of each prompt, `number` of them; one that its environment could not begin is empty.
+    """Returns `number` episodes of each prompt; they are empty if the environment fails to begin them.
 
     Args:
-      variables: of the model, padded arrays on the mesh.
-      prompts: as PromptIterator gives them; their draws depend on epoch, record and the seed alone.
+      variables: the model's variables, padded arrays on the mesh.
+      prompts: from PromptIterator; samples depend only on the epoch, the record and the seed.
       draws: fields of the requests, such as `temperature`.
     """
     groups = [[Episode() for _ in range(number)] for _ in prompts]
@@ -103,7 +103,7 @@ class RolloutSampler:
       except UserError as error:
         if self._answer is None:
           raise
-        self._report(f'the environment began with {record["prompt"]!r:.200}: {error}')
+        self._report(f'the environment returned {record["prompt"]!r:.200}: {error}')
     completions = [each for group in self._generate(variables, requests, number) for each in group]
     if self._answer is None:
       for (*_, episode), completion in zip(begun, completions, strict=True):
@@ -135,7 +135,7 @@ class RolloutSampler:
     return groups
 
   def _begin(self, records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any] | None]:
-    """The records with the first messages of the environment as their prompts, and its tools; None where it fails."""
+    """Returns the records with the environment's first messages as their prompts, and its tools; None if it fails."""
     if self._answer is None:
       return records
     tools = {} if self._tools is None else {'tools': self._tools}
@@ -146,7 +146,7 @@ class RolloutSampler:
     ]
 
   def _request(self, record: Mapping[str, Any], index: int, place: tuple[int, ...], **given: Any) -> Any:
-    """The request of a record's prompt, drawn from the distribution of the steps, or as `given`, without penalties."""
+    """Returns the request for a record's prompt, without penalties; `given` overrides its fields."""
     settings, is_text = self._settings, isinstance(record['prompt'], str)
     if 'prompt_ids' not in given:
       text = settings.prompt_of(record)
@@ -160,14 +160,14 @@ class RolloutSampler:
     return self._tokenizer.request(Prompt(**penalties | draws | own | given), f'record {index}')[0]
 
   def _generate(self, variables: Any, requests: Sequence[Any], number: int) -> list[list[Any]]:
-    """The Completions of each request, `number` of them."""
+    """Returns `number` Completions of each request."""
     if not requests:
       return []
     texts: dict[str, Any] = {'decode': self._tokenizer.decode}
     if can_sample(self.steps, requests, number):
       if number > 1 or self._answer is not None:
         texts |= {'num_prompts': self.steps.settings.num_slots // number, 'max_tokens': self._settings.max_tokens}
-      with self._allow('rollout', self._settings.max_tokens):  # one program makes all tokens: no beat comes from within
+      with self._allow('rollout', self._settings.max_tokens):  # one program generates all tokens, without beats
         return complete_groups(self.steps, variables, requests, number, **texts)
     samples = [request.as_sample(sample) for request in requests for sample in range(number)]
     made: list[Any] = [None] * len(samples)
@@ -177,18 +177,17 @@ class RolloutSampler:
 
 
 class RolloutScorer:
-  """Computes log-probabilities, and values if there are any, by the forward pass of training."""
+  """Computes log-probabilities, and values if the model has them, by the forward pass of training."""
 
   def __init__(self, settings: RolloutInput, model: PartitionedModel):
-    """Compiles nothing yet."""
     self._settings, self._num_parts = settings, model.task.num_microbatches
     score = functools.partial(_score, model.task, settings.temperature, self._num_parts)
     self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
 
   def score(self, variables: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the log-probabilities of sampled tokens, 0 elsewhere, and the values, float32 [R, T] each.
+    """Returns the log-probabilities of sampled tokens, and 0 elsewhere, and the values, float32 [R, T] each.
 
-    Batches have their texts in the rows that an update's have, so that little padding is computed.
+    The texts are packed as in an update, so that little padding is computed.
     """
     settings, names = self._settings, self._step.layout.spec
     cells = np.arange(rollout['ids'].size).reshape(rollout['ids'].shape)
@@ -217,6 +216,6 @@ def _score(task: BaseTask, temperature: float, num_parts: int, variables: Any, b
 
 
 def place(step: CompiledStep, rollout: Rollout, rows: np.ndarray) -> dict[str, jax.Array]:
-  """Puts some rows of what the step reads of a rollout on the mesh."""
+  """Places some rows of a rollout on the mesh, in the arrays that the step reads."""
   own = shard_rows(len(rows), jax.process_index(), jax.process_count())
   return step.place({name: rollout[name][rows[own.start : own.stop]] for name in step.layout.spec})

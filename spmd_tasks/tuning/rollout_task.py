@@ -1,9 +1,8 @@
-"""RolloutTask, which routes the tokens of rollouts to the experts that the sampler chose, and LanguageModelWithValues,
-a model with the value head of PPO.
+"""RolloutTask replays the sampler's routing; LanguageModelWithValues has the value head of PPO.
 
-The chosen experts are flat: int32 [..., n], the choices of all layers in order.
+The experts that the sampler chose for a token are flat, int32 [..., n]: the choices of all layers in order.
 
-Shapes: B batch, T sequence, D model.
+Shapes: B batch, T sequence, D model, n choices of experts of a token in all layers.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from spmd_tasks.runtime import Task
 class RolloutTask(Task):
   """A Task whose routers can replay the experts that were chosen in sampling.
 
-  Fields (beside Task's):
+  Fields, in addition to Task's:
     records_routing: whether routers replay the `expert_ids` of batches that have them.
   """
 
@@ -48,7 +47,7 @@ class RolloutTask(Task):
 
 
 def num_choices(part: Any) -> int:
-  """N of a model, or of a part of one."""
+  """Returns n of a model, or of a module in it."""
   if isinstance(part, tuple):
     return sum(map(num_choices, part))
   if not isinstance(part, nn.Module):
@@ -59,7 +58,7 @@ def num_choices(part: Any) -> int:
 
 
 class _ValueHead(nn.Module):
-  """The weight `kernel` [D], zeros at the start. Like an adapter it is in no model's folder, read or exported."""
+  """The weight `kernel` [D], initially zeros. Like an adapter, it is neither read from model folders nor exported."""
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -69,9 +68,9 @@ class _ValueHead(nn.Module):
 
 
 class LanguageModelWithValues(LanguageModel, kw_only=True):
-  """A LanguageModel whose predictions also have `values`, float32 [B, T]: the reward that is expected after each token.
+  """A LanguageModel whose predictions also have `values`, float32 [B, T]: the expected reward after each token.
 
-  Its weights are those of the LanguageModel, and `value_head/kernel`.
+  It adds the weight `value_head/kernel` to the LanguageModel's weights.
   """
 
   @nn.nowrap

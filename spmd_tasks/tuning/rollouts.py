@@ -1,4 +1,4 @@
-"""MakeRollouts: gives a training job its batches, each made when it is due, of completions that it samples itself.
+"""MakeRollouts: makes the batches of a training job from completions that it samples, when they are needed.
 
 Read rollout_input.py (settings, arrays, positions), rollout_sampler.py and rollout_rewards.py first.
 
@@ -31,19 +31,19 @@ from spmd_tasks.tuning.rollout_input import PromptIterator, RewardPrompt, Rollou
 from spmd_tasks.tuning.rollout_rewards import RolloutRewards, mean, with_advantages
 from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of, place
 
-_MAX_DRAWS = 8  # of prompts for one rollout, where groups whose rewards are all equal are left out
+_MAX_DRAWS = 8  # how often prompts are drawn for a rollout if `drops_equal` drops some
 _KEPT = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns', 'expert_ids')
 
 
 @dataclasses.dataclass
 class _Drawn:
-  """Completions of a rollout, of which the rewards may not be there yet.
+  """The completions of a rollout, whose rewards may not be computed yet.
 
   Fields:
-    prompts, groups: P prompts, and the G episodes of each.
-    num_drawn, seconds, mismatch: how many prompts were completed, the time that took, and the largest difference from
-      the trainer's log-probabilities, where that was wanted.
-    values, asked: the rewards [G, K] of each prompt, or what `RolloutRewards.values` takes for them.
+    prompts, groups: P prompts, and G episodes of each.
+    num_drawn, seconds, mismatch: how many prompts were completed, how long it took, and the largest difference from the
+      trainer's log-probabilities, if it was computed.
+    values, asked: the rewards [G, K] of each prompt, or the argument of `RolloutRewards.values`.
   """
 
   prompts: list[RewardPrompt] = dataclasses.field(default_factory=list)
@@ -55,7 +55,7 @@ class _Drawn:
   asked: Any = None
 
   def to_text(self) -> str:
-    """What a checkpoint needs to have the same rollout."""
+    """Returns the completions as text, for checkpoints."""
     groups = [[{name: getattr(each, name) for name in _KEPT} for each in group] for group in self.groups]
     places, others = [place for *place, _ in self.prompts], {'num_drawn': self.num_drawn, 'mismatch': self.mismatch}
     content = {'places': places, 'groups': groups, 'others': others}
@@ -69,7 +69,7 @@ class _Drawn:
 
 
 class MakeRollouts(TrainHook):
-  """Samples completions, has them rewarded, gives the loop batches, and notes metrics; also evaluates rewards."""
+  """Samples completions, computes their rewards, and gives the training loop batches and metrics; evaluates rewards."""
 
   def prepare(self, run: TrainRun) -> None:
     assert isinstance(run.job.train_input, RolloutInput)
@@ -88,9 +88,9 @@ class MakeRollouts(TrainHook):
     self._scorer = RolloutScorer(self._input, run.model)
     self._eval_records = self._input.eval_source.open() if self._input.eval_source else None
     self._every_steps = run.experiment.eval_every_steps
-    self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
+    self._metrics: list[dict[str, float]] = []  # of the batches that the loop has, oldest first
     self._last_eval = -1
-    self._num_failed = 0  # rollouts in a row of which all rewards failed
+    self._num_failed = 0  # consecutive rollouts whose rewards all failed
     self._drawn: _Drawn | None = None
 
   def open(self, run: TrainRun) -> None:
@@ -121,7 +121,7 @@ class MakeRollouts(TrainHook):
 
     if primary_decides(is_recorded, 'eval_rewards', limit_s=run.limit_s):
       self._last_eval = step
-    elif step == 0 or is_multiple(step, self._every_steps):  # an earlier process may have been ended in it
+    elif step == 0 or is_multiple(step, self._every_steps):  # an earlier process may have ended during the evaluation
       self._evaluate(run)
 
   def needs_state(self, step: int) -> bool:
@@ -139,10 +139,10 @@ class MakeRollouts(TrainHook):
     self._evaluate(run)
 
   def next_batch(self, run: TrainRun, iterator: PromptIterator) -> Any:
-    """The placed batch of the next update."""
+    """Returns the placed batch of the next update."""
     settings = self._input
     if iterator.rollout is None:
-      if self._drawn is None and iterator.drawn is not None:  # from a checkpoint, without rewards
+      if self._drawn is None and iterator.drawn is not None:  # restored from a checkpoint, without rewards
         self._drawn = _Drawn.from_text(iterator.drawn, iterator)
         self._drawn.asked = self._rewards.ask(self._drawn.prompts, self._drawn.groups)
       drawn = self._drawn or self._draw(run, iterator, run.loop.step + 1)
@@ -165,15 +165,15 @@ class MakeRollouts(TrainHook):
     return batch
 
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
-    """The placed batch of some rows."""
+    """Returns the placed batch of some rows of a rollout."""
     num_parts = run.model.task.num_microbatches
     batch = self._input.batch_of({name: each[rows] for name, each in rollout.items()}, num_parts)
     return place(run.model.train_step, batch, np.arange(len(rows)))
 
   def _draw(self, run: TrainRun, iterator: PromptIterator, step: int) -> _Drawn:
-    """Samples the completions of the next prompts with the weights of now, for the update `step` and those after it.
+    """Samples completions of the next prompts with the current weights, for the updates from `step` on.
 
-    Rewards are asked for in the end, so that their functions run while the devices make the update before.
+    Also starts the reward functions, so that they run while the devices compute the previous updates.
     """
     settings, num_prompts = self._input, self._input.num_rows // self._input.group_size
     variables = run.model.task.decoding_variables(run.loop.state)
@@ -200,8 +200,8 @@ class MakeRollouts(TrainHook):
         break
     if not drawn.prompts:
       raise UserError(
-        f'all completions of {drawn.num_drawn} prompts have one reward each, or none, so that nothing can be learnt: '
-        'use prompts that the model sometimes answers, or set drops_equal=False.'
+        f'for each of {drawn.num_drawn} prompts, all completions have the same reward, or none: use prompts that the '
+        'model sometimes answers correctly, or set drops_equal=False.'
       )
     drawn.seconds = time.perf_counter() - started
     if is_multiple(step, run.experiment.log_every_steps) and settings.staleness:
@@ -210,11 +210,11 @@ class MakeRollouts(TrainHook):
     return drawn
 
   def _finish(self, run: TrainRun, drawn: _Drawn) -> tuple[Rollout, dict[str, float]]:
-    """The rollout of completions, once they have rewards, with the weights of now; and its metrics."""
+    """Waits for the rewards of completions; returns their rollout, with the current weights, and its metrics."""
     settings, completions, started = self._input, episodes_of(drawn.groups), time.perf_counter()
     variables = run.model.task.decoding_variables(run.loop.state)
     rollout = self._with_log_probs(variables, settings.rollout_of(completions, settings.num_rows))
-    scored_at = time.perf_counter()  # functions of rewards have run meanwhile
+    scored_at = time.perf_counter()  # until here reward functions cost no time
     values = np.stack(drawn.values) if drawn.values else self._rewards.values(drawn.asked)  # [P, G, K]
     rewarded_at = time.perf_counter()
     grid = self._rewards.total(drawn.groups, values)  # [P, G]
@@ -222,8 +222,8 @@ class MakeRollouts(TrainHook):
     self._num_failed = self._num_failed + 1 if is_failed.all() else 0
     if self._num_failed >= run.job.task.max_consecutive_skips:
       raise JobError(
-        f'all rewards of {self._num_failed} rollouts in a row failed, so that nothing was learnt from them: see the '
-        'problems above, mend them, and start the same command again.'
+        f'all rewards of {self._num_failed} consecutive rollouts failed: correct the problems above, and run the '
+        'command again.'
       )
     if is_failed.any():
       blank, rows = settings.rollout_of([], len(is_failed)), np.flatnonzero(is_failed)
@@ -240,8 +240,9 @@ class MakeRollouts(TrainHook):
     if settings.all_rewards:
       metrics |= self._rewards.metrics(values, grid) | {'reward_seconds': rewarded_at - scored_at}
       if not is_failed.all():
-        metrics['reward_std'] = mean(np.nanstd(grid[~np.isnan(grid).all(axis=1)], axis=1))  # it warns of no number
-    if drawn.seconds:  # else a checkpoint had the completions
+        # Without rows of NaN only, for which nanstd warns.
+        metrics['reward_std'] = mean(np.nanstd(grid[~np.isnan(grid).all(axis=1)], axis=1))
+    if drawn.seconds:  # 0 if the completions were restored from a checkpoint
       metrics |= {'rollout_seconds': drawn.seconds, 'rollout_tokens_per_second': sum(tokens) / drawn.seconds}
     if settings.reward_kl_weight:
       difference = rollout['weights'] * (rollout['old_log_probs'] - rollout['reference_log_probs'])
@@ -257,12 +258,12 @@ class MakeRollouts(TrainHook):
       if settings.all_rewards:
         earned = f'reward {grid.reshape(-1)[best]:.3g} for '
       if is_failed.all():
-        earned = 'all rewards failed, so that nothing is learnt, of '
+        earned = 'all rewards failed for '
       run.message(f'rollout for step {run.loop.step + 1}: {earned}{shown!r}')
     return rollout, metrics
 
   def _with_log_probs(self, variables: Any, rollout: Rollout) -> Rollout:
-    """Adds what the batches have of the sampling model and of the reference model."""
+    """Adds the log-probabilities and values under the sampling model and the reference model that batches need."""
     if 'old_log_probs' in self._input.rollout_spec():
       log_probs, values = self._scorer.score(variables, rollout)
       rollout = rollout | {'old_log_probs': log_probs} | ({} if values is None else {'old_values': values})
@@ -271,13 +272,13 @@ class MakeRollouts(TrainHook):
     return rollout
 
   def _largest_mismatch(self, variables: Any, rollout: Rollout) -> float:
-    """The largest difference between a token's log-probability in sampling and by the forward pass of training."""
+    """Returns the largest difference of a token's log-probability between the sampler and the training forward pass."""
     log_probs = rollout.get('old_log_probs')
     log_probs = self._scorer.score(variables, rollout)[0] if log_probs is None else log_probs
     return float(np.abs(log_probs - rollout['sampler_log_probs']).max())
 
   def _evaluate(self, run: TrainRun) -> None:
-    """Completes the prompts for evaluation greedily and records their rewards."""
+    """Completes the evaluation prompts greedily, and writes their rewards."""
     if self._eval_records is None or self._last_eval == run.step:
       return
     self._last_eval = run.step
@@ -294,10 +295,10 @@ class MakeRollouts(TrainHook):
 
 
 class MadeBatches:
-  """The loop's batches, each with the position after it, made when it is asked for.
+  """Iterates over (batch, the position after it) pairs, which are made on demand.
 
   Attributes:
-    seconds_waited: for the input; sampling is work of the devices.
+    seconds_waited: how long the devices waited for the input; sampling is not waiting.
   """
 
   def __init__(self, make: Callable[[], tuple[Any, State]], seconds_waited: Callable[[], float] = lambda: 0.0):

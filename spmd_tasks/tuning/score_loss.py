@@ -1,4 +1,4 @@
-"""ScoreLoss: of reward models, classifiers, regressions and embeddings, on the texts of ScoredInput (scored_texts.py).
+"""ScoreLoss: the loss of reward models, classifiers, regression and embeddings, on batches of ScoredInput.
 
 Shapes: B batch, T sequence, S texts of a row, N labels or features of a vector. All results are float32.
 """
@@ -21,12 +21,12 @@ _KINDS = ('bradley_terry', 'classification', 'regression', 'contrastive')
 def text_vectors(
   predictions: Mapping[str, Any], batch: Mapping[str, jax.Array], num_texts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the vectors of the texts of each row [B, S, N], their targets [B, S], and which there are, bool [B, S].
+  """Returns the vectors of each row's texts [B, S, N], their targets [B, S], and which texts exist, bool [B, S].
 
   Args:
     predictions: `logits` float [B, T, N].
     batch: `weights`, `targets` float [B, T], `segment_ids` int32 [B, T].
-    num_texts: S; further texts of a row are left out.
+    num_texts: S; further texts of a row are ignored.
   """
   weights = batch['weights'].astype(jnp.float32)
   values = jnp.where(weights[..., None] == 0, 0.0, predictions['logits']) * weights[..., None]
@@ -38,21 +38,22 @@ def text_vectors(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreLoss(WithAuxLosses):
-  """Mean over texts, or over pairs of them.
+  """The mean over texts, or over pairs of texts, of one of these losses:
 
-    bradley_terry   -log sigmoid(score(chosen) - score(rejected) - margin) + center_weight (their sum)^2 (Ouyang et al.,
-                    2022; Eisenstein et al., 2023)
-    classification  cross-entropy of N scores to the label
+    bradley_terry   -log sigmoid(score(chosen) - score(rejected) - margin)
+                    + center_weight (score(chosen) + score(rejected))^2
+                    (Ouyang et al., 2022; Eisenstein et al., 2023)
+    classification  cross-entropy of N scores with the label
     regression      (score - label)^2
-    contrastive     cross-entropy of the first text of a pair to its second one among those of all rows of the batch,
-                    over all devices, by `scale` times the cosine (InfoNCE: van den Oord et al., 2018); a row has one
-                    pair, and rows of another microbatch are not seen
+    contrastive     cross-entropy of identifying a pair's second text by `scale` times its cosine similarity with the
+                    first text, among the second texts of all rows of the microbatch, on all devices (InfoNCE: van den
+                    Oord et al., 2018); a row has one pair
 
   Fields:
-    kind: one of these.
-    center_weight: of bradley_terry.
-    scale: of contrastive; 20 is that of sentence-transformers.
-    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+    kind: the name of the loss.
+    center_weight: for bradley_terry only.
+    scale: for contrastive only; 20 as in sentence-transformers.
+    aux_loss_weights, num_aux_layers: see WithAuxLosses.
   """
 
   kind: str
@@ -69,16 +70,16 @@ class ScoreLoss(WithAuxLosses):
     """Computes the LossOutput, whose weight is the number of texts or pairs; see `text_vectors` for the arguments."""
     num_texts = 2 if self.kind == 'contrastive' else batch['weights'].shape[1] // 2 * 2
     vectors, targets, is_text = text_vectors(predictions, batch, num_texts)
-    objective, values, counted = getattr(self, f'_{self.kind}')(vectors, targets, is_text)
-    stack = jnp.where(counted, jnp.stack([objective, *values.values()]), 0.0)
-    *totals, weight = jnp.sum(jnp.concatenate([stack, counted[None].astype(jnp.float32)]), axis=(1, 2))
+    objective, values, mask = getattr(self, f'_{self.kind}')(vectors, targets, is_text)
+    stack = jnp.where(mask, jnp.stack([objective, *values.values()]), 0.0)
+    *totals, weight = jnp.sum(jnp.concatenate([stack, mask[None].astype(jnp.float32)]), axis=(1, 2))
     loss, *means = (total / jnp.maximum(weight, 1.0) for total in totals)
     metrics = {name: (mean, weight) for name, mean in zip(values, means, strict=True)}
-    metrics |= losses_by_source(objective, counted.astype(jnp.float32), batch)
+    metrics |= losses_by_source(objective, mask.astype(jnp.float32), batch)
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     return LossOutput(loss=loss, weight=weight, metrics=metrics)
 
-  # Each returns the loss of each text or pair, metrics by name, and whether it counts, [B, S] or [B, S / 2].
+  # Each method returns the losses, metrics by name, and the mask of texts or pairs, [B, S] or [B, S / 2] each.
 
   def _bradley_terry(self, vectors: jax.Array, targets: jax.Array, is_text: jax.Array) -> Any:
     chosen, rejected = vectors[:, 0::2, 0], vectors[:, 1::2, 0]
@@ -104,12 +105,13 @@ class ScoreLoss(WithAuxLosses):
     return jnp.square(difference), {'absolute_error': jnp.abs(difference)}, is_text
 
   def _contrastive(self, vectors: jax.Array, targets: jax.Array, is_text: jax.Array) -> Any:
-    counted = jnp.all(is_text, axis=1, keepdims=True)  # [B, 1]
+    is_pair = jnp.all(is_text, axis=1, keepdims=True)  # [B, 1]
     square = jnp.sum(jnp.square(vectors), axis=-1, keepdims=True)
-    vectors = vectors * jax.lax.rsqrt(jnp.where(counted[..., None], jnp.maximum(square, 1e-24), 1.0))
+    vectors = vectors * jax.lax.rsqrt(jnp.where(is_pair[..., None], jnp.maximum(square, 1e-24), 1.0))
     similarity = self.scale * jnp.einsum('BN,CN->BC', vectors[:, 0], vectors[:, 1], precision='highest')
-    scores = jnp.where(counted[:, 0][None, :], similarity, -1e30)
-    own = jnp.diagonal(scores)
-    objective = jnp.where(counted[:, 0], jax.nn.logsumexp(scores, axis=1) - own, 0.0)
-    is_highest = (own >= jnp.max(scores, axis=1)).astype(jnp.float32)
-    return objective[:, None], {'accuracy': is_highest[:, None], 'similarity': own[:, None] / self.scale}, counted
+    scores = jnp.where(is_pair[:, 0][None, :], similarity, -1e30)
+    positive = jnp.diagonal(scores)
+    objective = jnp.where(is_pair[:, 0], jax.nn.logsumexp(scores, axis=1) - positive, 0.0)
+    is_highest = (positive >= jnp.max(scores, axis=1)).astype(jnp.float32)
+    metrics = {'accuracy': is_highest[:, None], 'similarity': positive[:, None] / self.scale}
+    return objective[:, None], metrics, is_pair

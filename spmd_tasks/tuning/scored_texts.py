@@ -1,12 +1,12 @@
-"""ScoredInput: texts that a model with a head for scores, or with none, gives one vector each.
+"""ScoredInput: packed texts, for each of which a model computes one vector: scores, or an embedding.
 
     ScoredInput(source=RewardPairs(pattern='pairs.jsonl'), ...)     # {"prompt", "chosen", "rejected", "margin"?}
     ScoredInput(source=LabeledTexts(pattern='mails.jsonl'), ...)    # {"text" or "messages", "label": number}
     ScoredInput(source=SimilarTexts(pattern='faq.jsonl'), ...)      # {"anchor", "positive"}: texts
 
-Each text is a segment of a row, whole and with its last token. `weights` say how its vector is made of those of its
-tokens: 1 on the last one, or 1 / n on all n; `targets` float32 have the margin or the label at the last token of a
-record's first text, and 0 elsewhere. The two texts of a pair are segments 1 and 2, 3 and 4, and so on.
+Each text is one segment of a row, with all its tokens. The vector of a text is the sum of its tokens' vectors times
+`weights`: 1 on the last token, or 1 / n on all n tokens. `targets` float32 have the margin or the label at the last
+token of a record's first text, and 0 elsewhere. The texts of a pair are segments 1 and 2, 3 and 4, and so on.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _POOLINGS = ('last', 'mean')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardPairs:
-  """Pairs as of Preferences (JSON lines, Parquet or Arrow); `margin`, if any: by how much the chosen one is better."""
+  """Pairs of answers like Preferences, with an optional `margin`: by how much the chosen answer is better."""
 
   pattern: str | tuple[str, ...]
   texts: ClassVar[tuple[str, ...]] = ('chosen', 'rejected')
@@ -41,7 +41,7 @@ class RewardPairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimilarTexts:
-  """Pairs of texts that are to have similar vectors: `anchor`, such as a question, and `positive`."""
+  """Pairs of texts that should have similar vectors: `anchor`, such as a question, and `positive`."""
 
   pattern: str | tuple[str, ...]
   texts: ClassVar[tuple[str, ...]] = ('anchor', 'positive')
@@ -54,7 +54,7 @@ class SimilarTexts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabeledTexts:
-  """Texts with a label: `text` or `messages`, and `label`, one of `num_classes` from 0 on; of 0 any number."""
+  """Texts with labels: `text` or `messages`, and `label`, a class in [0, num_classes), or any number if that is 0."""
 
   pattern: str | tuple[str, ...]
   num_classes: int = 0
@@ -67,12 +67,12 @@ class LabeledTexts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredInput(ConversationInput):
-  """Packed batches of texts with targets; the fields of ConversationInput, and these.
+  """Packed batches of texts with targets.
 
-  Fields:
+  Fields, in addition to ConversationInput's:
     source: RewardPairs, LabeledTexts or SimilarTexts.
-    too_long: as there, of the tokens of all texts of a record; 'truncate' cuts each to its part of T.
-    pooling: 'last' or 'mean', the token of a text whose vector is its own.
+    too_long: applies to the tokens of all texts of a record; 'truncate' divides T equally among them.
+    pooling: whether the vector of a text is the 'last' token's, or the 'mean' over its tokens.
   """
 
   pooling: str = 'last'
@@ -98,12 +98,12 @@ class ScoredEncoder(RecordEncoder):
   def encode_record(self, record: Record) -> TokenBlock:
     settings, source = self.settings, cast(Any, self.settings.source)
     parts = [self._ids(record.values, name) for name in source.texts]
-    is_cut = not self.fits('the record', sum(each.size for each in parts))
-    if is_cut and settings.too_long == 'skip':
+    is_truncated = not self.fits('the record', sum(part.size for part in parts))
+    if is_truncated and settings.too_long == 'skip':
       return empty_block(self.dtypes)
-    if is_cut:
-      parts = [each[: settings.seq_len // len(parts)] for each in parts]
-    sizes = [each.size for each in parts]
+    if is_truncated:
+      parts = [part[: settings.seq_len // len(parts)] for part in parts]
+    sizes = [part.size for part in parts]
     ends = np.cumsum(sizes)
     weights, targets = np.zeros((2, ends[-1]), np.float32)
     weights[ends - 1] = 1
@@ -112,16 +112,16 @@ class ScoredEncoder(RecordEncoder):
     targets[ends[0] - 1] = _target(record.values, source.target, source.num_classes)
     ids = np.concatenate(parts)
     arrays = {'weights': weights, 'targets': targets}
-    return TokenBlock(ids, ids, tuple(ends.tolist()), arrays, num_truncated=int(is_cut))
+    return TokenBlock(ids, ids, tuple(ends.tolist()), arrays, num_truncated=int(is_truncated))
 
   def _ids(self, record: Mapping[str, Any], name: str) -> np.ndarray:
-    """The tokens of a text: bos, the text, eos; or of messages, as the chat template writes them."""
+    """Returns the tokens of a text with bos and eos, or of messages as the chat template renders them."""
     if name in RewardPairs.texts:
       return encode_answer(self.renderer, record, name)[0]
     if name == 'text' and record.get('messages') is not None:
       return self.renderer.turns(messages_of(record, 'messages'), tools_of(record, 'tools'))[0]
     if not isinstance(record.get(name), str) or not record[name]:
-      raise UserError(f'there is no text {name!r} (it has {sorted(record)[:20]}): write one, or remove the record.')
+      raise UserError(f'the record has no text {name!r}, only {sorted(record)[:20]}: add it, or remove the record.')
     return self.renderer.plain('', record[name])[0]
 
   def identity(self) -> dict[str, Any]:
@@ -130,11 +130,11 @@ class ScoredEncoder(RecordEncoder):
 
 def _target(record: Mapping[str, Any], name: str, num_classes: int) -> float:
   value: Any = record.get(name)
-  if value is None and name != 'label':  # a pair need not have a margin
+  if value is None and name != 'label':  # the margin is optional
     return 0.0
   is_number = isinstance(value, numbers.Real | np.number | np.bool_)
   if not is_number or not abs(value) < 1e38:
-    raise UserError(f'{name!r} must be a number of float32, not {value!r:.60}.')
+    raise UserError(f'{name!r} must be a number that float32 can represent, not {value!r:.60}.')
   if num_classes and value not in range(num_classes):
-    raise UserError(f'{name!r} is {value}, but num_labels = {num_classes}: give 0 to {num_classes - 1}.')
+    raise UserError(f'{name!r} is {value}: with num_labels = {num_classes} it must be from 0 to {num_classes - 1}.')
   return float(value)

@@ -1,12 +1,12 @@
-"""PairInput: pairs of texts for an encoder-decoder, from records with `inputs` and `targets`.
+"""PairInput: pairs of texts for encoder-decoders, from records with `inputs` and `targets`.
 
     PairInput(
       source=TextPairs(pattern='pairs.jsonl'),     # lines {"inputs": "English to German: ...", "targets": ...}
       tokenizer=FolderTokenizer(path='models/flan-t5'), batch_size=32, inputs_length=512, seq_len=512 + 114,
     )
 
-Each row is one pair: the encoder reads the inputs, the decoder learns the targets, both with the end of text behind, as
-T5 is fine-tuned. Everything else is TextInput's: shuffling, exact positions.
+Each row is one pair: the encoder reads the inputs, and the decoder predicts the targets, both followed by an eos, as T5
+is fine-tuned. Order and positions are those of TextInput.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _SIDES = ('inputs', 'targets')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextPairs:
-  """Pairs in JSON lines, Parquet or Arrow files (a glob pattern or several), by the ends of their names."""
+  """Pairs in JSON lines, Parquet or Arrow files (a glob pattern or several)."""
 
   pattern: str | tuple[str, ...]
 
@@ -41,13 +41,13 @@ class TextPairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairInput(TextInput):
-  """Batches of pairs; the fields of TextInput, and these.
+  """Batches of pairs.
 
-  Fields:
+  Fields, in addition to TextInput's:
     source: TextPairs.
-    inputs_length: S, of the encoder's rows.
+    inputs_length: S, the length of the encoder's rows.
     seq_len: S + T; T is the length of the decoder's rows.
-    too_long: what to do with a pair of which one side does not fit: 'error', 'truncate' or 'skip'.
+    too_long: what to do with a pair if one of its texts does not fit: 'error', 'truncate' or 'skip'.
   """
 
   inputs_length: int
@@ -62,7 +62,8 @@ class PairInput(TextInput):
       raise UserError(f'inputs_length = {self.inputs_length} must be at least 1 and below seq_len = {self.seq_len}.')
     if self.packing or self.too_long not in ('error', 'truncate', 'skip'):
       raise UserError(
-        f'packing = {self.packing} must be False for pairs, and too_long = {self.too_long!r} error, truncate or skip.'
+        f"packing = {self.packing} must be False for pairs, and too_long = {self.too_long!r} 'error', 'truncate' or "
+        "'skip'."
       )
 
   @property
@@ -82,7 +83,7 @@ class PairInput(TextInput):
 
 @dataclasses.dataclass(frozen=True)
 class PairEncoder:
-  """The BlockEncoder of pairs: one record is one document, its inputs and then its targets."""
+  """The BlockEncoder of pairs: a record is one document, its inputs followed by its targets."""
 
   settings: PairInput
   keeps_whole: ClassVar[bool] = True
@@ -100,12 +101,12 @@ class PairEncoder:
     for name, length in zip(_SIDES, settings.lengths):
       text = record.values.get(name)
       if not isinstance(text, str):
-        raise UserError(f'field {name!r} is {type(text).__name__}, not text: a pair has texts as inputs and targets.')
+        raise UserError(f'{name!r} is {type(text).__name__}, not text: correct the record, or remove it.')
       ids = list(tokenizer.encode(text))
       if len(ids) >= length:
         if settings.too_long == 'error':
           raise UserError(
-            f'{name} have {len(ids) + 1} tokens with the end of text, but a row only {length}: raise '
+            f'{name!r} has {len(ids) + 1} tokens with its eos, more than a row of {length}: raise '
             f"{'encoder_len' if name == 'inputs' else 'seq_len'}, or set too_long to 'truncate' or 'skip'."
           )
         if settings.too_long == 'skip':
@@ -124,7 +125,7 @@ class PairEncoder:
 
 
 class PairIterator(TextIterator):
-  """The batches of one shard, divided into the encoder's rows and the decoder's."""
+  """Yields the batches of one shard, with the encoder's and the decoder's arrays."""
 
   _settings: PairInput
 
@@ -136,10 +137,10 @@ class PairIterator(TextIterator):
 
 
 class PairTuning(PretrainedLanguageModel):
-  """A folder's model, trained on text or, if it is an encoder-decoder, on pairs of texts where `pairs` names files."""
+  """Trains a folder's model on text, or, if `pairs` is set, an encoder-decoder on pairs of texts."""
 
-  # JSON lines, Parquet or Arrow files (glob patterns) whose records have `inputs` and `targets`. The encoder reads
-  # `encoder_len` tokens, and `seq_len` are the decoder's.
+  # JSON lines, Parquet or Arrow files (glob patterns) whose records have `inputs` and `targets`. The encoder's rows
+  # have `encoder_len` tokens, the decoder's `seq_len`.
   pairs: str | tuple[str, ...] = ''
   eval_pairs: str | tuple[str, ...] = ''
   too_long: str = 'error'  # what to do with a pair that does not fit: 'error', 'truncate' or 'skip'
@@ -152,9 +153,11 @@ class PairTuning(PretrainedLanguageModel):
     if not self.pairs and not self.eval_pairs:
       return super()._packed_text(split, **settings)
     if not self.folder.decoder.num_encoder_layers:
-      raise UserError(f'pairs = {files!r} are for an encoder-decoder, and {self.model} is none: see finetune.LoraSft.')
+      raise UserError(
+        f'pairs = {files!r} need an encoder-decoder, but {self.model} is a decoder: see finetune.LoraSft.'
+      )
     if not files:
-      raise UserError(f'eval_pairs = {self.eval_pairs!r} are given without pairs: give both.')
+      raise UserError(f'eval_pairs = {self.eval_pairs!r} need pairs: set both.')
     return fdl.Config(
       PairInput,
       source=fdl.Config(TextPairs, pattern=files),

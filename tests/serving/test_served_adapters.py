@@ -224,5 +224,5 @@ def test_other_modes_reject_adapters(mode, base, adapters, tmp_path, capsys):
 
 
 def test_adapters_require_a_folder_as_base(base, adapters):
-  with pytest.raises(UserError, match=r'are served over a model alone: --exp hf.Model'):
+  with pytest.raises(UserError, match=r'cannot be combined .*: serve them with --exp hf.Model'):
     resolve(JOB, [f'model={base}', f'adapters={ {"x": str(adapters["all"])}!r}'])

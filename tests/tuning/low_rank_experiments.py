@@ -1,4 +1,4 @@
-"""The uneven models of the other comparisons with most weights frozen: adapters and the embedding are trained."""
+"""The uneven models of the other comparisons, of which only adapters and the embedding are trained."""
 
 import fiddle as fdl
 
@@ -10,7 +10,7 @@ from tests.runtime.pipeline_experiments import PipelinedExperts
 
 
 def with_adapters(task: fdl.Config, trained=('lora_', 'embedding/'), **settings) -> fdl.Config:
-  """The task of which adapters of every projection of its blocks are trained, and the embedding or other weights."""
+  """Adds adapters of all projections, and trains only them and the embedding, or the weights `trained`."""
   adapter = LowRankAdapter(**{'rank': 5, 'alpha': 20.0} | settings)
   add_adapters(task.model, ('attention/', 'ffn/'), adapter)
   task.trained = trained
@@ -19,7 +19,7 @@ def with_adapters(task: fdl.Config, trained=('lora_', 'embedding/'), **settings)
 
 
 class LowRank(uneven_experiments.AdamW):
-  """Rank 5, which no axis divides; it is not split."""
+  """Rank 5, which is not divisible by any mesh axis; it is not sharded."""
 
   num_layers = 6
   batch_size = 16
@@ -29,14 +29,14 @@ class LowRank(uneven_experiments.AdamW):
 
 
 class Dora(LowRank):
-  """The same with DoRA."""
+  """LowRank with DoRA."""
 
   def task(self):
     return with_adapters(super(LowRank, self).task(), use_dora=True)
 
 
 class InFourBits(LowRank):
-  """The frozen kernels in NF4 with scales in 8 bits, of which the mesh divides nothing."""
+  """LowRank with frozen kernels in NF4 and 8-bit scales, whose dims are not divisible by the mesh."""
 
   def task(self):
     task = super().task()
@@ -46,7 +46,7 @@ class InFourBits(LowRank):
 
 
 class LowRankExperts(moe_experiments.AlongData):
-  """Adapters of experts too, which are split over the data axis."""
+  """LowRank with a mixture of experts, sharded over the data axis, whose kernels get adapters, too."""
 
   num_layers = 6
   batch_size = 16

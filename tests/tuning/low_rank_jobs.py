@@ -1,4 +1,4 @@
-"""A job that trains low-rank adapters of a small folder on made-up tokens."""
+"""A job that trains low-rank adapters of a small folder on synthetic tokens."""
 
 import fiddle as fdl
 
@@ -8,7 +8,7 @@ from spmd_tasks.tuning import LowRankTuning
 
 
 class SmallOfAll(PretrainedLanguageModel):
-  """Trains all weights, on data 2 x mdl 4, where most of the folder's weights are padded."""
+  """Trains all weights on data 2 x mdl 4, which pads most of the folder's weights."""
 
   ici_mesh_shape = (1, 2, 4)
   seq_len = 16

@@ -1,6 +1,6 @@
-"""The uneven models of the other comparisons on pairs of answers: all weights are trained, or adapters alone.
+"""The uneven models of the other comparisons on pairs of answers, with all weights or only adapters trained.
 
-A row has one pair or two, and the rest is padding; so shards and microbatches have different numbers of pairs.
+A row has one or two pairs and then padding, so that shards and microbatches have different numbers of pairs.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ PAIRS = Path(__file__).with_name('pairs.jsonl')
 
 
 class OnPairs(DenseLanguageModel):
-  """DPO on short pairs, against a reference that gives all answers the same probability."""
+  """DPO on short pairs, with a reference that gives all answers the same probability."""
 
   vocab_size = 259
   num_layers = 6
@@ -44,7 +44,7 @@ class OnPairs(DenseLanguageModel):
 
 
 class LowRankOnPairs(OnPairs):
-  """The same with adapters, which alone are trained."""
+  """OnPairs, of which only adapters are trained."""
 
   def task(self):
     return with_adapters(super().task(), trained=('lora_',))
@@ -59,14 +59,14 @@ class LowRankDpo(LowRankOnPairs, uneven_experiments.AdamW):
 
 
 class BaseDpo(LowRankDpo):
-  """Adapters, against the model without them."""
+  """Adapters, with the model without them as the reference."""
 
   def loss(self):
     return fdl.Config(PreferenceLoss, beta=0.2, reference_from='base')
 
 
 class LowRankExpertsDpo(LowRankOnPairs, moe_experiments.AlongData):
-  """Adapters, those of experts too."""
+  """Adapters of a mixture of experts."""
 
 
 class PipelinedDpo(PipelinedLanguageModel, Dpo):
@@ -74,7 +74,7 @@ class PipelinedDpo(PipelinedLanguageModel, Dpo):
 
 
 class PipelinedBaseDpo(PipelinedLanguageModel, BaseDpo):
-  """The same against the model without them."""
+  """BaseDpo on a pipeline."""
 
 
 class PipelinedLowRankExpertsDpo(LowRankOnPairs, PipelinedExperts):

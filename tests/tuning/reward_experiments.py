@@ -15,13 +15,13 @@ from tests.tuning.preference_experiments import PAIRS
 
 
 def with_few_programs(task: fdl.Config, length: int) -> fdl.Config:
-  """The task of which a sampler reads any prompts by the same program."""
+  """Makes the sampler prefill all prompts by one program."""
   task.decode = fdl.Config(DecodeSettings, min_bucket=length, prefill_rows=4)
   return task
 
 
 class OnRewards(RewardTuning):
-  """Policy gradients with a reference, whose log-probabilities are 0 in made-up batches, so that the loss falls."""
+  """Policy gradients with a reference, whose log-probabilities are 0 in random batches, so that the loss decreases."""
 
   data = str(PAIRS)
   reward = 'tests.tuning.rewards:share_of_a'
@@ -41,7 +41,7 @@ class Policy(OnRewards, uneven_experiments.AdamW):
 
 
 class ValuePolicy(Policy):
-  """PPO, whose value head is trained with the rest."""
+  """PPO, with its value head trained."""
 
   method = 'ppo'
   learning_rate = 1e-2
@@ -53,7 +53,7 @@ class PipelinedValuePolicy(PipelinedLanguageModel, ValuePolicy):
 
 
 class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
-  """Adapters, held to the model without them; the mean over tokens, whose weight differs from shard to shard."""
+  """Adapters, with the model without them as the reference, and the mean over tokens, which differ between shards."""
 
   method = 'dapo'
   reference = 'base'
@@ -63,7 +63,7 @@ class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
 
 
 class LowRankValuePolicy(LowRankPolicy):
-  """The same by PPO, whose value head is trained beside the adapters."""
+  """LowRankPolicy by PPO, whose value head is trained with the adapters."""
 
   method = 'ppo'
   kl_in_reward = False
@@ -82,7 +82,7 @@ class ExpertsPolicy(OnRewards, moe_experiments.AlongData):
 
 
 class Job(RewardTuning, DenseLanguageModel):
-  """A small job on mesh data 4 x mdl 2: eight prompts of four completions each."""
+  """A small job on data 4 x mdl 2: eight prompts with four completions each."""
 
   ici_mesh_shape = (1, 4, 2)
   model_dims = 32

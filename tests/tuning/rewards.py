@@ -1,15 +1,15 @@
-"""A reward and environments, in a module that the processes of workers import in no time: without JAX."""
+"""A reward and environments, in a module without JAX, which reward workers import quickly."""
 
 import time
 
 
 def share_of_a(prompt, completion, record):
-  """How much of the text is the letter a."""
+  """Returns the fraction of the letter a in the completion."""
   return completion.count('a') / max(len(completion), 1)
 
 
 class Echo:
-  """Answers texts that end at a vowel with their length, and ends after the third; 1 for each that has an a."""
+  """Answers texts, which end at a vowel, with their length, three times; the reward is 1 for each that has an a."""
 
   stop = tuple('aeiou')
 
@@ -25,14 +25,14 @@ class Echo:
 
 
 class Silent(Echo):
-  """Returns nothing by mistake."""
+  """Returns None from `step`."""
 
   def step(self, completion):
     super().step(completion)
 
 
 class Remembering(Echo):
-  """Declares its state."""
+  """Saves and restores its state."""
 
   def state(self):
     return {'num_turns': self.num_turns}
@@ -42,7 +42,7 @@ class Remembering(Echo):
 
 
 class Calculator:
-  """A conversation with a tool: the model writes `calc: 2+3` to have it computed, and else ends with its answer."""
+  """A conversation with a tool: `calc: 2+3` is answered with the sum, and any other text ends the episode."""
 
   tools = ({'type': 'function', 'function': {'name': 'calc', 'parameters': {}}},)
 

@@ -1,4 +1,4 @@
-"""Advantages against each method's formula, by hand for each completion in float64."""
+"""Advantages agree with each method's formula, computed for one completion at a time in float64."""
 
 from types import SimpleNamespace
 
@@ -31,9 +31,9 @@ def one_by_one(baseline, scale):
 
 @pytest.mark.parametrize('scale', ['group', 'batch', 'none'])
 @pytest.mark.parametrize('baseline', ['group', 'leave_one_out', 'none'])
-def test_advantages_are_those_of_the_formula(baseline, scale):
-  found = advantages_of(REWARDS, baseline=baseline, scale=scale)
-  np.testing.assert_allclose(found, one_by_one(baseline, scale), rtol=1e-12, atol=1e-12)
+def test_advantages_agree_with_the_formula(baseline, scale):
+  advantages = advantages_of(REWARDS, baseline=baseline, scale=scale)
+  np.testing.assert_allclose(advantages, one_by_one(baseline, scale), rtol=1e-12, atol=1e-12)
 
 
 def test_the_last_tokens_before_the_limit_cost_up_to_1():
@@ -41,26 +41,26 @@ def test_the_last_tokens_before_the_limit_cost_up_to_1():
 
 
 @pytest.mark.parametrize('whitens', [False, True])
-def test_advantages_of_tokens_are_the_discounted_sums_of_the_differences_from_the_values(whitens):
+def test_advantages_of_tokens_are_discounted_sums_of_differences_from_the_values(whitens):
   rng, gamma, lam = np.random.default_rng(3), 0.9, 0.8
   rewards, values = rng.normal(size=(2, 5, 7))
-  is_token = rng.random((5, 7)) < 0.6  # tokens of an environment are between
-  found, returns = generalized_advantages(rewards, values, is_token, gamma=gamma, lam=lam, whitens=whitens)
+  is_token = rng.random((5, 7)) < 0.6  # an environment's tokens are between the sampled tokens
+  advantages, returns = generalized_advantages(rewards, values, is_token, gamma=gamma, lam=lam, whitens=whitens)
   expected = np.zeros((5, 7))
-  for row, own in enumerate(is_token):
-    (places,) = np.nonzero(own)
-    after = [*values[row, places[1:]], 0.0]
-    deltas = [rewards[row, t] + gamma * v - values[row, t] for t, v in zip(places, after, strict=True)]
-    for i, t in enumerate(places):
-      expected[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(places)))
+  for row, is_sampled in enumerate(is_token):
+    (tokens,) = np.nonzero(is_sampled)
+    after = [*values[row, tokens[1:]], 0.0]
+    deltas = [rewards[row, t] + gamma * v - values[row, t] for t, v in zip(tokens, after, strict=True)]
+    for i, t in enumerate(tokens):
+      expected[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(tokens)))
   np.testing.assert_allclose(returns, np.where(is_token, expected + values, 0.0), rtol=1e-12, atol=1e-12)
   if whitens:
     mean = expected[is_token].mean()
     expected = np.where(is_token, (expected - mean) / np.sqrt(expected[is_token].var(ddof=1) + 1e-8), 0.0)
-  np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+  np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_divergence_from_a_reference_is_taken_off_the_reward_of_its_token_or_of_the_completion():
+def test_the_divergence_from_a_reference_is_subtracted_from_the_reward_of_its_token_or_completion():
   rng, rows = np.random.default_rng(5), 5  # the last one has no completion
   is_sampled = np.zeros((rows, 6), bool)
   for row in range(4):
@@ -72,9 +72,9 @@ def test_the_divergence_from_a_reference_is_taken_off_the_reward_of_its_token_or
   expected = [*(grid.reshape(-1) - 0.3 * kl[:4].sum(axis=1)), 0.0]
   np.testing.assert_allclose(with_advantages(settings, rollout, grid)['advantages'], expected, rtol=1e-6)
   settings.baseline = 'gae'
-  found = with_advantages(settings, rollout, grid)
-  for row in range(4):  # with both discounts 1 a return is what is to come
-    (places,) = np.nonzero(is_sampled[row])
-    to_come = [grid.reshape(-1)[row] - 0.3 * kl[row, places[i:]].sum() for i in range(len(places))]
-    np.testing.assert_allclose(found['returns'][row, places], to_come, rtol=1e-6)
-  np.testing.assert_allclose(found['advantages'], found['returns'] - np.where(is_sampled, values, 0.0), atol=1e-6)
+  rollout = with_advantages(settings, rollout, grid)
+  for row in range(4):  # if both discounts are 1, a return is the sum of the rewards from its token on
+    (tokens,) = np.nonzero(is_sampled[row])
+    expected = [grid.reshape(-1)[row] - 0.3 * kl[row, tokens[i:]].sum() for i in range(len(tokens))]
+    np.testing.assert_allclose(rollout['returns'][row, tokens], expected, rtol=1e-6)
+  np.testing.assert_allclose(rollout['advantages'], rollout['returns'] - np.where(is_sampled, values, 0.0), atol=1e-6)

@@ -1,7 +1,8 @@
-"""Which tokens are the assistant's: as transformers says by a template's marks, and by the prefix rule without them."""
+"""The assistant's tokens agree with transformers if a template marks them; otherwise they follow the prefix rule."""
 
 import datetime
 from pathlib import Path
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.model_folders import PREFIXES, write_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / 'data' / 'chat_templates'
 
-# Written for these tests: in one line, with reasoning that is not learnt, with calls and loops within the marks.
+# Templates for these tests: on one line, with reasoning outside the marks, and with calls and loops inside the marks.
 SHAPES = {path.stem: path.read_text() for path in sorted((PUBLISHED / 'marked').glob('*.jinja'))}
 SHAPES |= {name: (PUBLISHED / f'{name}.jinja').read_text() for name in ('zephyr', 'harmony')}
 
@@ -49,7 +50,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize('kind', PREFIXES)
-def test_marked_tokens_are_those_of_transformers(folders, kind):
+def test_marked_tokens_agree_with_transformers(folders, kind):
   from transformers import PreTrainedTokenizerFast
 
   theirs = PreTrainedTokenizerFast.from_pretrained(str(folders[kind]))
@@ -65,37 +66,35 @@ def test_marked_tokens_are_those_of_transformers(folders, kind):
       except Exception:  # the template refuses such messages
         continue
       if not any(expected['assistant_masks']):
-        with pytest.raises(ValueError, match='marks nothing of this conversation'):
+        with pytest.raises(ValueError, match='are empty for this conversation'):
           render_turns(template, messages, tools, {}, now)
         continue
       text, spans = render_turns(template, messages, tools, {}, now)
       ids, offsets = ours.encode_with_offsets(text)
       assert ids.tolist() == expected['input_ids'], (shape, talk)
-      found, wanted = tokens_of_spans(offsets, spans), np.array(expected['assistant_masks'], bool)
-      for token in np.flatnonzero(found != wanted):  # the one difference: further tokens of a span's last character
+      mask, expected_mask = tokens_of_spans(offsets, spans), np.array(expected['assistant_masks'], bool)
+      for token in np.flatnonzero(mask != expected_mask):  # only further tokens of a span's last character may differ
         assert kind == 'metaspace', (shape, talk)
-        assert found[token], (shape, talk)
-        assert found[token - 1], (shape, talk)
+        assert mask[token], (shape, talk)
+        assert mask[token - 1], (shape, talk)
         assert (offsets[token] == offsets[token - 1]).all(), (shape, talk)
         assert offsets[token, 1] in [end for _, end in spans], (shape, talk)
       num_compared += 1
   assert num_compared >= 20
 
 
-def test_a_last_character_of_several_tokens_is_learnt_as_a_whole(folders):
-  """Transformers leaves out all its tokens but the first, if the span ends with it."""
+def test_all_tokens_of_a_span_s_last_character_are_learned(folders):
+  """In transformers only the first of them is."""
   tokenizer = FolderTokenizer(path=str(folders['byte_level']))
   template = ChatTemplate(template='{% generation %}{{ messages[0].content }}{% endgeneration %}.', stop=())
   text, spans = render_turns(template, [says('a☃')], None, {}, None)
   ids, offsets = tokenizer.encode_with_offsets(text)
-  learnt = ids[tokens_of_spans(offsets, spans)]
-  assert tokenizer.decode(learnt.tolist()) == 'a☃'
-  assert len(learnt) == 4  # the snowman's three bytes
+  learned = ids[tokens_of_spans(offsets, spans)]
+  assert tokenizer.decode(learned.tolist()) == 'a☃'
+  assert len(learned) == 4  # the snowman has three bytes
 
 
 def unmarked(source):
-  import re
-
   return re.sub(r'\{%-? *(end)?generation *-?%\}', '', source)
 
 
@@ -111,36 +110,38 @@ def unmarked(source):
   ],
   ids=['chatml', 'brackets', 'transcript', 'llama3', 'gemma', 'mistral'],
 )
-def test_without_marks_a_turn_is_what_it_adds(source, expected):
+def test_without_marks_a_turn_is_what_rendering_it_adds(source, expected):
   template = ChatTemplate(template=source, bos_token='<s>', eos_token='</s>')
   text, spans = render_turns(template, [user('a'), says('b'), user('c'), says('d')], None, {}, None)
   assert [text[start:end] for start, end in spans] == expected
 
 
 DROPS = "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] }}{% endfor %}"
+WITHOUT_PROMPT = '{% for m in messages %}{{ m.content }}!{% endfor %}{% if add_generation_prompt %}> {% endif %}'
 
 
 @pytest.mark.parametrize(
   'source, messages, message',
   [
-    (DROPS, [user('a'), says('why|b'), user('c')], r"message 1 otherwise once .* 'bc' instead of 'why\|b'.*mark what"),
-    (SHAPES['chatml'].replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'marks nothing of this'),
+    (DROPS, [user('a'), says('why|b'), user('c')], r"message 1 differently once .* 'bc' instead of 'why\|b'.*: mark"),
+    (WITHOUT_PROMPT, [user('a'), says('b')], "message 1 differently after .* 'b!' instead of '> '.*: mark"),
+    (SHAPES['chatml'].replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'are empty for this'),
     (
       '{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}>>{{ x }}',
       [says('b')],
       r'generation %} block in a macro',
     ),
   ],
-  ids=['drops reasoning', 'no marks', 'in a variable'],
+  ids=['drops reasoning', 'another prompt', 'no marks', 'in a variable'],
 )
-def test_what_the_assistant_said_is_not_known(source, messages, message):
+def test_templates_that_do_not_tell_the_assistant_s_text_are_refused(source, messages, message):
   template = ChatTemplate(template=source)
   with pytest.raises(ValueError, match=message) as refused:
     render_turns(template, messages, None, {}, None)
   assert '\n' not in str(refused.value)
 
 
-def test_a_template_gets_the_date_that_it_is_given():
+def test_templates_read_the_date_of_the_settings():
   template = ChatTemplate(template="{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}")
   assert render_turns(template, [says('b')], None, {}, datetime.datetime(1999, 1, 1)) == ('1999x', [(4, 5)])
   assert template.render([says('b')]).startswith('2')
@@ -148,11 +149,9 @@ def test_a_template_gets_the_date_that_it_is_given():
 
 
 def test_a_conversation_of_very_many_turns_needs_marks():
-  """Rendering it up to each turn takes a time that grows with the square."""
+  """Rendering it up to each turn takes quadratic time."""
   messages = [user('a'), says('b')] * 10_000
-  with pytest.raises(
-    ValueError, match=r'has 20,000 messages; .* renders 200,010,000, more than 4,000,000: divide it, or'
-  ):
+  with pytest.raises(ValueError, match=r'has 20,000 messages; .* more than 4,000,000: split it, or mark'):
     render_turns(ChatTemplate(), messages, None, {}, None)
   _, spans = render_turns(ChatTemplate(template=SHAPES['chatml'], stop=()), messages, None, {}, None)
   assert len(spans) == 10_000

@@ -1,4 +1,4 @@
-"""ConversationInput: whole conversations in packed rows, the loss on the assistant's tokens, resumed exactly."""
+"""ConversationInput packs whole conversations, with the loss on the assistant's tokens, and resumes exactly."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def once(training, **changes):
 
 
 def segments(batches):
-  """(all tokens, learnt tokens) of every segment, as text."""
+  """Yields (all tokens, learned tokens) of each segment, as text."""
   decode = ByteTokenizer().decode
   for batch in batches:
     for row in range(len(batch['ids'])):
@@ -63,9 +63,9 @@ def segments(batches):
 
 def test_one_epoch_has_every_conversation_once_and_whole(training):
   batches, _ = take(once(training))
-  found = list(segments(batches))
-  assert [text for text, _ in found] == [rendered(talk) for talk in TALKS]
-  assert [learnt for _, learnt in found] == [talk[1]['content'] + ';' for talk in TALKS]
+  texts = list(segments(batches))
+  assert [text for text, _ in texts] == [rendered(talk) for talk in TALKS]
+  assert [learned for _, learned in texts] == [talk[1]['content'] + ';' for talk in TALKS]
   assert any(batch['segment_ids'].max() > 1 for batch in batches)  # packed
   shuffled = dataclasses.replace(training, num_epochs=2)
   twice = [text for text, _ in segments(take(shuffled)[0])]
@@ -73,11 +73,11 @@ def test_one_epoch_has_every_conversation_once_and_whole(training):
   assert twice[:37] != twice[37:]
   alone = take(once(training, packing=False))[0]
   assert max(batch['segment_ids'].max() for batch in alone) == 1
-  assert list(segments(alone)) == found
+  assert list(segments(alone)) == texts
 
 
-def test_all_kinds_of_files_are_the_same(training, tmp_path):
-  """Tables give null to what an object lacks, and may hold objects as JSON; those of a file are one table."""
+def test_all_file_formats_give_the_same_batches(training, tmp_path):
+  """Tables have null for missing fields of objects, and may have objects as JSON text."""
   talks = [*TALKS, [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': None, 'tool_calls': [{'n': 1}]}]]
   template = dataclasses.replace(TEMPLATE, template=TEMPLATE.template.replace('{{ m.content }};', '{{ m | tojson }};'))
   settings = once(training, template=template, seq_len=128)
@@ -122,8 +122,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize('source', CALLS.values(), ids=CALLS)
-def test_tool_calls_are_written_as_the_server_writes_them(source, training):
-  """Messages as OpenAI's client has them: arguments are JSON text, content is null, and so is what is not used."""
+def test_tool_calls_are_rendered_as_the_server_renders_them(source, training):
+  """In messages of OpenAI's client, arguments are JSON text, and content and unused fields are null."""
   from openai.types.chat import ChatCompletionMessage
 
   call = {'id': 'c1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{"city": "Zürich"}'}}
@@ -149,9 +149,7 @@ def test_tool_calls_are_written_as_the_server_writes_them(source, training):
 
 def test_a_conversation_longer_than_a_row(training, caplog):
   lengths = [len(rendered(talk)) - 1 for talk in TALKS]
-  with pytest.raises(
-    ValueError, match=r'talks\.jsonl:\d+: the conversation has \d+ tokens, but .*seq_len = 16.*too_long'
-  ):
+  with pytest.raises(ValueError, match=r'talks\.jsonl:\d+: the conversation has \d+ tokens, .*seq_len = 16.*too_long'):
     take(once(training, seq_len=16))
   skipped, state = take(once(training, seq_len=16, too_long='skip'))
   texts = [rendered(talk) for talk in TALKS]
@@ -161,16 +159,16 @@ def test_a_conversation_longer_than_a_row(training, caplog):
   assert [text for text, _ in segments(cut)] == [text[:17] for text in texts]
   assert state['num_too_long'] == [[sum(n > 16 for n in lengths), 0]]
   assert 'documents were truncated' in caplog.text
-  # Cut before the assistant says anything: left out.
-  nothing, state = take(once(training, seq_len=9, too_long='truncate'))
-  assert all(learnt for _, learnt in segments(nothing))
+  # Conversations without a token of the assistant after truncation are left out.
+  shorter, state = take(once(training, seq_len=9, too_long='truncate'))
+  assert all(learned for _, learned in segments(shorter))
   assert state['num_too_long'][0][1] > 0
   with pytest.raises(ValueError, match=r'none of the \d+ records fits in a row: raise seq_len'):
     take(dataclasses.replace(training, seq_len=2, too_long='skip'), 1)
 
 
 GOOD = json.dumps({'messages': TALKS[0]})
-NO_TEXT = r"messages\[0\] must have a text as its 'content', or parts of it, not \["
+NO_TEXT = r"'content' of messages\[0\] must be text or parts of text, not \["
 
 
 def talk(**turns):
@@ -181,28 +179,28 @@ def talk(**turns):
 @pytest.mark.parametrize(
   'content, message',
   [
-    ('', 'have no records: correct the path'),
+    ('', 'have no records: correct the pattern'),
     (GOOD + '\n{"messages": [', r'talks\.jsonl:2: .* not JSON'),
-    ('{"text": "a"}', r"talks\.jsonl:1: there is no field 'messages' \(it has \['text'\]\)"),
+    ('{"text": "a"}', r"talks\.jsonl:1: the record has no field 'messages', only \['text'\]"),
     ('{"messages": [{"from": "human", "value": "a"}]}', r"messages\[0\] must be an object with a text 'role'"),
-    (talk(user='a', assistant=' '), r'messages\[1\], a turn of the assistant, is empty, .* to say nothing: remove'),
+    (talk(user='a', assistant=' '), r'messages\[1\] is an empty message of the assistant: remove'),
     (talk(user=[{'type': 'image'}], assistant='a'), NO_TEXT),
     (talk(user=[{'type': 'text', 'text': None}]), NO_TEXT),
     (
       '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "7 °C"}}]}]}',
       r"messages\[0\]\.tool_calls\[0\]\.function\.arguments must be a JSON object, or its text, not '7 °C'",
     ),
-    (talk(human='a', gpt='b'), r'\(its roles are human, gpt\): name its role assistant, or remove'),
+    (talk(human='a', gpt='b'), r"no message with the role 'assistant', only human, gpt: correct"),
   ],
 )
-def test_files_that_cannot_be_used(training, tmp_path, content, message):
+def test_the_error_names_an_invalid_record(training, tmp_path, content, message):
   (tmp_path / 'talks.jsonl').write_text(content)
   with pytest.raises(ValueError, match=message) as refused:
     take(once(training))
   assert '\n' not in str(refused.value)
 
 
-def test_tables_that_cannot_be_used(training, tmp_path):
+def test_the_error_names_an_invalid_table(training, tmp_path):
   pq.write_table(pa.table({'text': ['a']}), tmp_path / 'a.parquet')
   (tmp_path / 'b.parquet').write_bytes(b'PAR1')
   (tmp_path / 'c.csv').write_text('a')
@@ -210,7 +208,7 @@ def test_tables_that_cannot_be_used(training, tmp_path):
   for name, message in (
     ('a', "has no column 'messages'"),
     ('b', 'not a readable Parquet'),
-    ('c', 'of an unknown kind'),
+    ('c', r'c\.csv must end in one of \.jsonl'),
     ('d', "has several columns 'messages'"),
   ):
     source = Conversations(pattern=f'{tmp_path}/{name}.*')
@@ -218,13 +216,13 @@ def test_tables_that_cannot_be_used(training, tmp_path):
       take(dataclasses.replace(training, source=source), 1)
 
 
-def test_other_settings_or_content_refuse_a_position(training, tmp_path):
+def test_positions_of_other_settings_or_content_are_refused(training, tmp_path):
   _, state = take(training, 3)
   changes = {'too_long': 'skip', 'template_variables': {'a': 1}, 'date': '2020-01-01', 'template': ChatTemplate()}
   for name, value in changes.items():
     with pytest.raises(ValueError, match=r'the saved input state has (too_long|template) = '):
       dataclasses.replace(training, **{name: value}).make_iterator().set_state(state)
   path = tmp_path / 'talks.jsonl'
-  path.write_text(path.read_text().replace('qqqq', 'qqqp'))  # of the same size
+  path.write_text(path.read_text().replace('qqqq', 'qqqp'))  # without changing the size
   with pytest.raises(ValueError, match='the saved input state was taken from other data'):
     training.make_iterator().set_state(state)

@@ -1,4 +1,4 @@
-"""Jobs of low-rank adapters through the binary: their checkpoints, how they go on, what they export and load."""
+"""Jobs that train low-rank adapters: their checkpoints, exports, and how they load and resume."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def job(base, tmp_path_factory):
-  """Four steps, with checkpoints of steps 2 and 4. Not to be written to."""
+  """A job of four steps, with checkpoints of steps 2 and 4. Tests must not change it."""
   directory = tmp_path_factory.mktemp('low_rank') / 'job'
   assert run('train', directory, '--exp', JOB, '--set', f'model={base}') == 0
   return directory
@@ -45,29 +45,29 @@ def logits(job):
     return np.asarray(load(job).logits(IDS))
 
 
-def test_it_begins_with_the_numbers_of_its_base_bit_for_bit(base, logits):
-  found = {}
+def test_it_starts_with_the_numbers_of_its_base_bit_for_bit(base, logits):
+  at_start = {}
   for experiment in (JOB, f'{JOB}OfAll'):
     model = partition_job(resolve(experiment, [f'model={base}']).build())
     step = model.forward_step({'ids': jax.ShapeDtypeStruct(IDS.shape, np.int32)})
     state = state_from_folder(model, open_folder(base), 0)
-    found[experiment] = np.asarray(step(state.variables, step.place({'ids': IDS.astype(np.int32)}))['logits'])
-  np.testing.assert_array_equal(*found.values())
-  assert np.abs(logits - found[JOB]).max() > 1e-3  # the job was trained
+    at_start[experiment] = np.asarray(step(state.variables, step.place({'ids': IDS.astype(np.int32)}))['logits'])
+  np.testing.assert_array_equal(*at_start.values())
+  assert np.abs(logits - at_start[JOB]).max() > 1e-3  # after training
 
 
-def test_the_job_says_how_much_of_it_is_trained(job):
+def test_the_job_reports_how_many_parameters_are_trained(job):
   assert ', 2,816 of them trained' in (job / 'parameters.txt').read_text()
 
 
-def test_a_checkpoint_has_the_adapters_alone_and_names_their_base(base, job):
+def test_a_checkpoint_has_only_the_adapters_and_names_their_base(base, job):
   checkpoint = epath.Path(job) / 'checkpoints/checkpoint_00000004'
   names = [leaf.name for leaf in read_manifest(checkpoint).leaves if leaf.name.startswith('weights/')]
   assert len(names) == 14
   assert all('lora_' in name for name in names)
-  said = json.loads((checkpoint / 'base.json').read_text())
-  assert said['folder'] == str(base)
-  assert len(said['sha256']) == 64
+  about = json.loads((checkpoint / 'base.json').read_text())
+  assert about['folder'] == str(base)
+  assert len(about['sha256']) == 64
 
 
 def test_another_base_is_refused(base, job, tmp_path, capsys):
@@ -81,7 +81,7 @@ def test_another_base_is_refused(base, job, tmp_path, capsys):
   assert 'use the folder' in said
 
 
-def test_what_is_merged_computes_the_same(base, job, logits, tmp_path):
+def test_a_merged_export_computes_the_same(base, job, logits, tmp_path):
   assert run('export', job, '--format', 'hf', '--out', tmp_path / 'merged') == 0
   assert load_file(tmp_path / 'merged/model.safetensors').keys() == load_file(base / 'model.safetensors').keys()
   with jax.default_matmul_precision('highest'):
@@ -89,7 +89,7 @@ def test_what_is_merged_computes_the_same(base, job, logits, tmp_path):
   np.testing.assert_allclose(merged, logits, rtol=0, atol=1e-5 * np.abs(logits).max())
 
 
-def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, logits, tmp_path, capsys):
+def test_adapters_are_exported_to_peft_and_read_back_bit_for_bit(base, job, logits, tmp_path, capsys):
   assert run('export', job, '--format', 'peft', '--out', tmp_path / 'adapter') == 0
   config = json.loads((tmp_path / 'adapter/adapter_config.json').read_text())
   assert (config['r'], config['lora_alpha'], config['peft_type']) == (4, 16.0, 'LORA')
@@ -109,7 +109,7 @@ def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, l
   assert f'adapter has adapters of the base {base} with the digest 111111111111, but' in capsys.readouterr().err
 
 
-def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
+def test_a_pattern_that_matches_no_weight_is_refused(base, tmp_path, capsys):
   flags = ('--exp', JOB, '--set', f'model={base}', '--set', 'lora_targets=("attention/querry",)')
   assert run('train', tmp_path / 'job', *flags) == 2
   said = capsys.readouterr().err.strip()
@@ -118,28 +118,28 @@ def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
   assert not (tmp_path / 'job').exists()
 
 
-# dtype -> of a query's kernel [2, 24, 3, 8] the dtype and shape of its values and of its scales; how far logits may be.
-HELD = {
+# dtype -> dtypes and shapes of the values and the scales of a query's kernel [2, 24, 3, 8]; tolerance of logits.
+QUANTIZED = {
   'int8': ('int8', (2, 24, 3, 8), 'float32', (2, 1, 3, 8), 0.2),
   'nf4_double': ('uint8', (2, 12, 3, 8), 'uint8', (2, 1, 3, 8), 0.6),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize('dtype', HELD)
-def test_a_quantized_base_is_near_trains_goes_on_and_is_exported(dtype, base, logits, tmp_path):
-  """Values and scales are frozen and padded as the kernels are; what is merged is what was computed with."""
+@pytest.mark.parametrize('dtype', QUANTIZED)
+def test_a_quantized_base_is_close_trains_resumes_and_is_exported(dtype, base, logits, tmp_path):
+  """Values and scales are frozen and padded like kernels; a merged export computes the same numbers."""
   flags = ('--exp', JOB, '--set', f'model={base}', '--set', f'base_dtype={dtype}')
   assert run('train', tmp_path / 'job', *flags) == 0
   model = partition_job(resolve(JOB, [f'model={base}', f'base_dtype={dtype}']).build())
   kernel = model.abstract_state.weights['stack']['layers']['attention']['query']['kernel']
   assert kernel.shape == (2, 24, 3, 8)
-  held = (str(kernel.values.dtype), kernel.values.shape, str(kernel.scales.dtype), kernel.scales.shape)
-  assert held == HELD[dtype][:4]
+  storage = (str(kernel.values.dtype), kernel.values.shape, str(kernel.scales.dtype), kernel.scales.shape)
+  assert storage == QUANTIZED[dtype][:4]
   assert ', 2,816 of them trained' in (tmp_path / 'job/parameters.txt').read_text()
   with jax.default_matmul_precision('highest'):
     ours = np.asarray(load(tmp_path / 'job').logits(IDS))
-  assert np.std(ours - logits) < HELD[dtype][4] * np.std(logits)  # the adapters were trained on other numbers too
+  assert np.std(ours - logits) < QUANTIZED[dtype][4] * np.std(logits)  # the adapters were trained differently, too
   again = binary.copy_at(tmp_path / 'job', 2, tmp_path / 'again')
   assert run('train', again, *flags) == 0
   assert binary.column(again, 'loss') == binary.column(tmp_path / 'job', 'loss')

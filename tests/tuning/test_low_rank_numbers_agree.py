@@ -1,6 +1,6 @@
-"""One truth for numbers with frozen weights: low-rank adapters train alike on every mesh, padded and pipelined.
+"""Low-rank adapters train with the same numbers on every mesh, padded and pipelined.
 
-The model of test_numbers_agree.py; of its weights, adapters and the embedding are trained.
+The model is that of test_numbers_agree.py, of which only adapters and the embedding are trained.
 """
 
 import jax
@@ -46,8 +46,8 @@ def leaves(tree):
   }
 
 
-def test_frozen_weights_have_no_state_and_are_split_and_padded_as_before():
-  """The kernels of the plain model are where they were; adapters have the split dims of the kernels they belong to."""
+def test_frozen_weights_have_no_optimizer_state_and_are_sharded_and_padded_as_before():
+  """Kernels are sharded as in the plain model; adapters have the split dims of their kernels."""
   (plain, _), (model, _) = make_model(AdamW, (1, 2, 4), overrides=('num_layers=6',)), make_model(LowRank, (1, 2, 4))
   before, padded = leaves(plain.padded_state.weights), leaves(model.padded_state.weights)
   assert {name: leaf for name, leaf in padded.items() if 'lora_' not in name} == before
@@ -63,12 +63,12 @@ def test_frozen_weights_have_no_state_and_are_split_and_padded_as_before():
   assert {name.removeprefix('ema_weights/') for name in state if name.startswith('ema_weights/')} == trained
 
 
-def test_the_gradient_of_a_frozen_weight_is_not_computed():
-  """A step's products are those of the forward pass, of the inputs' gradients, and of what is trained."""
+def test_gradients_of_frozen_weights_are_not_computed():
+  """A step has the products of the forward pass, of the inputs' gradients, and of the trained weights."""
   (plain, _), (model, _) = make_model(AdamW, (1, 1, 1), overrides=('num_layers=6',)), make_model(LowRank, (1, 1, 1))
   full, low_rank = (
-    model_flops_per_train_step(each.task, each.input_layout.spec, each.abstract_state.variables, each.weight_specs)
-    for each in (plain, model)
+    model_flops_per_train_step(m.task, m.input_layout.spec, m.abstract_state.variables, m.weight_specs)
+    for m in (plain, model)
   )
   frozen = sum(
     int(np.prod(leaf.shape)) for name, leaf in leaves(plain.abstract_state.weights).items() if 'kernel' in name

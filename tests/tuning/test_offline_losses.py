@@ -1,4 +1,4 @@
-"""Losses on given data against TRL's own trainers in float64, on the same logits (scripts/run_trl_offline.py)."""
+"""Losses on recorded data agree with TRL's own trainers in float64, on the same logits (scripts/run_trl_offline.py)."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ LOSSES = {
   'kto_weighted': PreferenceLoss(kind='kto', beta=0.5, good_weight=1.5, bad_weight=0.7),
   'orpo': PreferenceLoss(kind='orpo', beta=0.3),
 }
-# With how many tokens that the teacher names.
+# The number of the teacher's most probable tokens (0: all), and the loss.
 DISTILLATIONS = {
   'forward': (0, DistillationLoss(beta=0.0)),
   'reverse': (0, DistillationLoss(beta=1.0)),
@@ -29,7 +29,7 @@ DISTILLATIONS = {
 
 
 def value_and_gradient(loss, batch):
-  """The LossOutput and the gradient by the logits, with the rows of the batch on 4 devices."""
+  """Returns the LossOutput and the gradient by the logits, with the rows sharded over 4 devices."""
 
   def loss_of(logits, batch):
     output = loss({'logits': logits}, batch)
@@ -41,28 +41,28 @@ def value_and_gradient(loss, batch):
   return output, gradient
 
 
-def given(kind):
-  """The batch of this kind in the record, with the logits in it, with a row that is left out in place of padding."""
+def recorded(kind):
+  """Returns the recorded batch with its logits; the row without weights has segments, too."""
   batch = {name.partition('/')[2]: TRL[name] for name in TRL.files if name.startswith(f'{kind}/')}
   batch['segment_ids'][2] = batch['segment_ids'][0]
   return batch
 
 
 @pytest.mark.parametrize('name', LOSSES)
-def test_loss_and_gradient_are_those_of_trl(name):
-  output, gradient = value_and_gradient(LOSSES[name], given('pairs'))
+def test_loss_and_gradient_agree_with_trl(name):
+  output, gradient = value_and_gradient(LOSSES[name], recorded('pairs'))
   np.testing.assert_allclose(output.loss, TRL[f'{name}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
   assert output.weight == 5
   if name.startswith('kto'):
-    assert output.metrics['kl'][0] > 0.1  # so that it matters
+    assert output.metrics['kl'][0] > 0.1  # large enough to matter
     assert [output.metrics[kind][1] for kind in ('good_reward', 'bad_reward')] == [3, 2]
 
 
 @pytest.mark.parametrize('name', LOSSES)
 def test_microbatches_give_the_gradient_of_the_whole_batch(name):
-  """Also where their pairs and tokens differ, and one microbatch has none."""
-  batch, loss = {name: jnp.asarray(values) for name, values in given('pairs').items()}, LOSSES[name]
+  """The microbatches have different numbers of pairs and tokens, and one has none."""
+  batch, loss = {name: jnp.asarray(values) for name, values in recorded('pairs').items()}, LOSSES[name]
   task = SimpleNamespace(predict=lambda variables, batch: {'logits': batch['logits'] + variables['shift'][None]})
   variables = {'shift': jnp.zeros(batch['logits'].shape[1:])}
   batch = loss.prepare_whole_batch(task, variables, batch, 4)
@@ -77,8 +77,8 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(name):
 
 
 @pytest.mark.parametrize('name', DISTILLATIONS)
-def test_divergences_from_a_teacher_are_those_of_trl(name):
-  batch, (top_k, loss) = given('pairs'), DISTILLATIONS[name]
+def test_divergences_from_a_teacher_agree_with_trl(name):
+  batch, (top_k, loss) = recorded('pairs'), DISTILLATIONS[name]
   batch['teacher_log_probs'] = jax.nn.log_softmax(batch.pop('teacher_logits') / loss.temperature)
   if top_k:
     batch['teacher_log_probs'], batch['teacher_ids'] = jax.lax.top_k(batch['teacher_log_probs'], top_k)
@@ -89,9 +89,9 @@ def test_divergences_from_a_teacher_are_those_of_trl(name):
 
 
 @pytest.mark.parametrize('kind', ['bradley_terry', 'classification', 'regression', 'contrastive'])
-def test_losses_on_scores_are_those_of_trl_and_transformers(kind):
-  """Of packed texts; a microbatch of them has its part. The last token's vector is the text's."""
-  batch, loss = given('pairs'), ScoreLoss(kind=kind, center_weight=0.01 if kind == 'bradley_terry' else 0.0)
+def test_losses_on_scores_agree_with_trl_and_transformers(kind):
+  """Texts are packed, their vectors are those of their last tokens, and microbatches add up by their weights."""
+  batch, loss = recorded('pairs'), ScoreLoss(kind=kind, center_weight=0.01 if kind == 'bradley_terry' else 0.0)
   after = np.pad(batch['segment_ids'], ((0, 0), (0, 1)))[:, 1:]
   batch['weights'] = ((batch['segment_ids'] != after) & (batch['targets'] + batch['segment_ids'] > 0)).astype(
     np.float32
@@ -103,6 +103,6 @@ def test_losses_on_scores_are_those_of_trl_and_transformers(kind):
   np.testing.assert_allclose(gradient, TRL[f'{kind}/gradient'], rtol=1e-5, atol=1e-7)
   if kind != 'contrastive':
     rows = (slice(0, 2), slice(2, 4))
-    parts = [loss({'logits': batch['logits'][each]}, {k: v[each] for k, v in batch.items()}) for each in rows]
+    parts = [loss({'logits': batch['logits'][part]}, {k: v[part] for k, v in batch.items()}) for part in rows]
     total = sum(part.loss * part.weight for part in parts)
     np.testing.assert_allclose(total / output.weight, output.loss, rtol=1e-5)

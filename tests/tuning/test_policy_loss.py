@@ -1,4 +1,4 @@
-"""PolicyLoss against TRL's own GRPOTrainer and RLOOTrainer in float64, on the same logits (scripts/run_trl.py)."""
+"""PolicyLoss agrees with TRL's own GRPOTrainer and RLOOTrainer in float64, on the same logits (scripts/run_trl.py)."""
 
 import dataclasses
 from pathlib import Path
@@ -14,12 +14,12 @@ from spmd_tasks.tuning.rollout_packing import pack
 
 TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl.npz')
 MAX_TOKENS = 5
-KINDS_OF_LOSS = [name for name in METHODS if name not in ('ppo', 'reinforce++')]  # whose losses are as dapo's
+KINDS_OF_LOSS = [name for name in METHODS if name not in ('ppo', 'reinforce++')]  # which have the same loss as dapo
 KINDS = {'plain': {}, 'kl': {'kl_weight': 0.2, 'sampler_cap': 1.05}, 'warm': {'temperature': 0.7}}
 
 
 def rollouts():
-  """Rows of prompts with completions of 1 to 5 tokens, the last row without any; and logits [B, T, V]."""
+  """Returns rows of prompts with completions of 1 to 5 tokens, the last row with none, and logits [B, T, V]."""
   batch = {name: TRL[name] for name in TRL.files if '/' not in name}
   return batch, batch.pop('logits')
 
@@ -27,12 +27,12 @@ def rollouts():
 def settings_of(method, **more):
   fields = dataclasses.asdict(METHODS[method])
   names = ('ratio', 'aggregation', 'clip_low', 'clip_high')
-  chosen = {name: fields[name] for name in names} | more
-  return chosen | ({'max_tokens': MAX_TOKENS} if chosen['aggregation'] == 'max_tokens' else {})
+  settings = {name: fields[name] for name in names} | more
+  return settings | ({'max_tokens': MAX_TOKENS} if settings['aggregation'] == 'max_tokens' else {})
 
 
-@pytest.mark.parametrize('name', [each.removesuffix('/loss') for each in TRL.files if each.endswith('/loss')])
-def test_loss_and_gradient_are_those_of_trl(name):
+@pytest.mark.parametrize('name', [name.removesuffix('/loss') for name in TRL.files if name.endswith('/loss')])
+def test_loss_and_gradient_agree_with_trl(name):
   batch, logits = rollouts()
   method, kind = name.split('/')
   loss = PolicyLoss(**settings_of(method, **KINDS[kind]))
@@ -41,8 +41,8 @@ def test_loss_and_gradient_are_those_of_trl(name):
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
 
 
-def test_loss_and_gradients_with_values_are_those_of_ppo():
-  """The formulas of TRL's PPOTrainer (trl/experimental/ppo), by torch in float64."""
+def test_loss_and_gradients_with_values_agree_with_ppo():
+  """The reference has the formulas of TRL's PPOTrainer (trl/experimental/ppo), in torch and float64."""
   import torch
 
   batch, logits = rollouts()
@@ -54,21 +54,22 @@ def test_loss_and_gradients_with_values_are_those_of_ppo():
   def masked_mean(x):
     return x[torch.tensor(mask)].mean()
 
-  given = {name: torch.tensor(each).double() for name, each in batch.items() if name != 'labels'}
-  ours = [torch.tensor(each).double().requires_grad_() for each in (logits, values)]
-  log_probs = ours[0].log_softmax(-1).gather(-1, torch.tensor(batch['labels']).long()[..., None])[..., 0]
-  near = torch.clamp(ours[1], given['old_values'] - 0.2, given['old_values'] + 0.2)
-  errors = torch.max((ours[1] - given['returns']) ** 2, (near - given['returns']) ** 2)
-  ratio = torch.exp(log_probs - given['old_log_probs'])
-  clipped = -given['advantages'] * torch.clamp(ratio, 0.8, 1.2)
-  expected = masked_mean(torch.max(-given['advantages'] * ratio, clipped)) + 0.1 * 0.5 * masked_mean(errors)
+  tensors = {name: torch.tensor(x).double() for name, x in batch.items() if name != 'labels'}
+  inputs = {name: torch.tensor(x).double().requires_grad_() for name, x in (('logits', logits), ('values', values))}
+  labels = torch.tensor(batch['labels']).long()[..., None]
+  log_probs = inputs['logits'].log_softmax(-1).gather(-1, labels)[..., 0]
+  clipped_values = torch.clamp(inputs['values'], tensors['old_values'] - 0.2, tensors['old_values'] + 0.2)
+  errors = torch.max((inputs['values'] - tensors['returns']) ** 2, (clipped_values - tensors['returns']) ** 2)
+  ratio = torch.exp(log_probs - tensors['old_log_probs'])
+  clipped = -tensors['advantages'] * torch.clamp(ratio, 0.8, 1.2)
+  expected = masked_mean(torch.max(-tensors['advantages'] * ratio, clipped)) + 0.1 * 0.5 * masked_mean(errors)
   expected.backward()
 
   loss = PolicyLoss(**settings_of('ppo', value_weight=0.1))
-  found, gradients = jax.value_and_grad(lambda p: loss(p, batch).loss)({'logits': logits, 'values': values})
-  np.testing.assert_allclose(found, expected.item(), rtol=1e-5, atol=1e-6)
-  for name, each in zip(('logits', 'values'), ours, strict=True):
-    np.testing.assert_allclose(gradients[name], each.grad.numpy(), rtol=1e-5, atol=1e-7)
+  value, gradients = jax.value_and_grad(lambda p: loss(p, batch).loss)({'logits': logits, 'values': values})
+  np.testing.assert_allclose(value, expected.item(), rtol=1e-5, atol=1e-6)
+  for name, x in inputs.items():
+    np.testing.assert_allclose(gradients[name], x.grad.numpy(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize('method', KINDS_OF_LOSS)
@@ -77,8 +78,7 @@ def test_microbatches_add_up_by_their_weights(method):
   loss = PolicyLoss(**settings_of(method, kl_weight=0.1))
   whole = loss({'logits': logits}, batch)
   parts = [
-    loss({'logits': logits[rows]}, {name: each[rows] for name, each in batch.items()})
-    for rows in (slice(0, 2), slice(2, 6))
+    loss({'logits': logits[rows]}, {name: x[rows] for name, x in batch.items()}) for rows in (slice(0, 2), slice(2, 6))
   ]
   total = sum(part.loss * part.weight for part in parts) / sum(part.weight for part in parts)
   np.testing.assert_allclose(total, whole.loss, rtol=1e-5, atol=1e-6)
@@ -86,18 +86,18 @@ def test_microbatches_add_up_by_their_weights(method):
 
 
 @pytest.mark.parametrize('method', KINDS_OF_LOSS)
-def test_texts_that_share_rows_have_the_loss_and_the_gradient_that_they_have_alone(method):
+def test_packed_texts_have_the_same_loss_and_gradient_as_unpacked_texts(method):
   batch, logits = rollouts()
   rng, lengths = np.random.default_rng(3), 1 + np.argmax(np.cumsum(batch['weights'], axis=1), axis=1)
   lengths[~batch['weights'].any(axis=1)] = 0
   batch['segment_ids'] = (np.arange(batch['weights'].shape[1]) < lengths[:, None]).astype(np.int32)
   batch['ids'] = rng.integers(1, 9, batch['segment_ids'].shape, np.int32) * batch['segment_ids']
-  twice = {name: np.concatenate([each, each]) for name, each in (batch | {'logits': logits}).items()}
+  twice = {name: np.concatenate([x, x]) for name, x in (batch | {'logits': logits}).items()}
   wide = {name: np.pad(x, ((0, 0), (0, 20), (0, 0))[: x.ndim]) if x.ndim > 1 else x for name, x in twice.items()}
   loss = PolicyLoss(**settings_of(method, kl_weight=0.1))
 
-  def of(given):
-    return jax.value_and_grad(lambda logits: loss({'logits': logits}, given).loss)(jnp.asarray(given['logits']))
+  def value_and_gradient(batch):
+    return jax.value_and_grad(lambda logits: loss({'logits': logits}, batch).loss)(jnp.asarray(batch['logits']))
 
   packed = pack(wide, 4, pad_id=0)
   is_used = (packed['segment_ids'] > 0).any(axis=1).reshape(-1, 4)  # [rows of a microbatch, microbatches]
@@ -105,21 +105,21 @@ def test_texts_that_share_rows_have_the_loss_and_the_gradient_that_they_have_alo
   assert not is_used[:, 1:].any()
   assert packed['segment_ids'].max() > 1
   assert packed['ids'].sum() == wide['ids'].sum()
-  expected, gradient = of(wide)
-  found, of_packed = of(packed)
-  without = {name: each for name, each in packed.items() if name != 'segment_ids'}
+  expected, gradient = value_and_gradient(wide)
+  value, packed_gradient = value_and_gradient(packed)
+  without_segments = {name: x for name, x in packed.items() if name != 'segment_ids'}
   assert loss.fills_first_parts(packed)
-  assert not loss.fills_first_parts(without)
-  assert loss.ratio != 'token' or of(without)[0] == found
-  np.testing.assert_allclose(found, expected, rtol=1e-6)
-  moved = pack(wide | {'logits': np.asarray(gradient)}, 4, pad_id=0)['logits']
-  np.testing.assert_allclose(of_packed, moved, rtol=1e-5, atol=1e-8)
+  assert not loss.fills_first_parts(without_segments)
+  assert loss.ratio != 'token' or value_and_gradient(without_segments)[0] == value
+  np.testing.assert_allclose(value, expected, rtol=1e-6)
+  expected_gradient = pack(wide | {'logits': np.asarray(gradient)}, 4, pad_id=0)['logits']
+  np.testing.assert_allclose(packed_gradient, expected_gradient, rtol=1e-5, atol=1e-8)
 
 
-def test_without_old_log_probs_the_ratio_is_1_and_the_mismatch_is_that_of_the_sampler():
+def test_without_old_log_probs_the_ratio_is_1_and_the_mismatch_is_the_sampler_s():
   batch, logits = rollouts()
-  own = np.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], -1)[..., 0]
-  batch['sampler_log_probs'] = np.where(batch['weights'] > 0, own, 0.0).astype(np.float32)
+  log_probs = np.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], -1)[..., 0]
+  batch['sampler_log_probs'] = np.where(batch['weights'] > 0, log_probs, 0.0).astype(np.float32)
   batch['sampler_log_probs'][1, 3] += 0.25
   del batch['old_log_probs']
   output = PolicyLoss()({'logits': logits}, batch)

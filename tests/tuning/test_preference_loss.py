@@ -1,4 +1,4 @@
-"""PreferenceLoss against the formulas of TRL, written in torch over one sequence per answer, on the same logits."""
+"""PreferenceLoss agrees with TRL's formulas, written in torch with one sequence per answer, on the same logits."""
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +11,25 @@ B, T, V = 3, 17, 11
 
 
 def packed_pairs():
-  """Rows of two pairs, of one pair, and of none; prompts have weight 0. [B, T] each."""
+  """Returns rows with two pairs, one pair and none, [B, T] arrays; prompts have weight 0."""
   rng = np.random.default_rng(3)
   lengths = [[3, 4, 3, 6], [8, 9], []]
   batch = {name: np.zeros((B, T), np.int32) for name in ('labels', 'segment_ids')}
   batch |= {name: np.zeros((B, T), np.float32) for name in ('weights', 'reference_log_probs')}
   for row, sizes in enumerate(lengths):
-    at = 0
+    start = 0
     for segment, size in enumerate(sizes, 1):
-      here = slice(at, at + size)
-      batch['labels'][row, here] = rng.integers(0, V, size)
-      batch['segment_ids'][row, here] = segment
-      batch['weights'][row, at + 1 + segment % 2 : at + size] = 1  # behind a prompt
-      batch['reference_log_probs'][row, at + 1 + segment % 2] = rng.normal(-4, 1)
-      at += size
+      end, answer = start + size, start + 1 + segment % 2
+      batch['labels'][row, start:end] = rng.integers(0, V, size)
+      batch['segment_ids'][row, start:end] = segment
+      batch['weights'][row, answer:end] = 1
+      batch['reference_log_probs'][row, answer] = rng.normal(-4, 1)
+      start = end
   return batch, rng.normal(size=(B, T, V)).astype(np.float32) * 2
 
 
 def by_torch(batch, logits, *, beta, kind='sigmoid', length_normalized=False, label_smoothing=0.0):
-  """TRL's `dpo_loss`: (loss, its gradient by the logits, metrics)."""
+  """Computes TRL's `dpo_loss`; returns (loss, its gradient by the logits, metrics)."""
   import torch
   import torch.nn.functional as F
 
@@ -44,7 +44,7 @@ def by_torch(batch, logits, *, beta, kind='sigmoid', length_normalized=False, la
       num = len(at) if length_normalized else 1
       (chosen if segment % 2 else rejected).append(per_token.sum() / num)
       (reference_chosen if segment % 2 else reference_rejected).append(reference / num)
-  stacks = [torch.stack(each) for each in (chosen, rejected, reference_chosen, reference_rejected)]
+  stacks = [torch.stack(x) for x in (chosen, rejected, reference_chosen, reference_rejected)]
   chosen, rejected, reference_chosen, reference_rejected = stacks
   difference = (chosen - rejected) - (reference_chosen - reference_rejected)
   if kind == 'sigmoid':
@@ -75,25 +75,25 @@ def by_torch(batch, logits, *, beta, kind='sigmoid', length_normalized=False, la
   ],
   ids=['dpo', 'smoothed', 'ipo', "TRL's ipo", 'normalized'],
 )
-def test_loss_gradient_and_metrics_are_those_of_trl(settings):
+def test_loss_gradient_and_metrics_agree_with_trl(settings):
   batch, logits = packed_pairs()
-  expected, gradient, metrics = by_torch(batch, logits, **settings)
+  expected, expected_gradient, metrics = by_torch(batch, logits, **settings)
   loss = PreferenceLoss(**settings)
 
   def loss_of(logits):
     output = loss({'logits': logits}, batch)
     return output.loss, output
 
-  (found, output), found_gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(jnp.asarray(logits))
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
-  np.testing.assert_allclose(found_gradient, gradient, atol=1e-6, rtol=1e-4)
+  (value, output), gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(jnp.asarray(logits))
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6, rtol=1e-4)
   assert output.weight == 3
   for name, value in metrics.items():
     np.testing.assert_allclose(output.metrics[name][0], value, rtol=1e-5, err_msg=name)
-  assert (found_gradient[2] == 0).all()
+  assert (gradient[2] == 0).all()
 
 
-def test_padding_alone_has_loss_0_and_an_unknown_label_is_not_passed_over():
+def test_padding_has_loss_0_and_a_label_outside_the_vocabulary_loss_nan():
   batch, logits = packed_pairs()
   empty = {name: np.zeros_like(value) for name, value in batch.items()}
   for kind in ('sigmoid', 'ipo'):

@@ -1,4 +1,4 @@
-"""One truth for numbers on pairs of answers: DPO trains alike on every mesh, padded, accumulated and pipelined."""
+"""DPO trains with the same numbers on every mesh, padded, accumulated and pipelined."""
 
 import dataclasses
 
@@ -47,8 +47,8 @@ def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides)
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
 
 
-def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained():
-  """Loss and gradients are those with the base's log-probabilities in the batch, which has others."""
+def test_the_base_as_a_reference_is_the_model_before_its_adapters_were_trained():
+  """Loss and gradients are the same as with the base's log-probabilities in the batch."""
   model, train_input = make_model(BaseDpo, (1, 1, 1), overrides=('num_layers=1',))
   task, batch = model.task, {name: jnp.asarray(values) for name, values in next(train_input.make_iterator()).items()}
   state = jax.tree.map(jnp.asarray, model.init(0))
@@ -63,21 +63,21 @@ def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained
 
     return jax.jit(jax.value_and_grad(compute))(trained['params'])
 
-  own = jax.jit(lambda weights: task.loss.prepare_batch(task, weights, batch))(trained)
-  pairs = pair_log_probs(jax.jit(lambda weights: task.predict(weights, batch))(at_start), own)
-  np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)  # of two programs
+  prepared = jax.jit(lambda weights: task.loss.prepare_batch(task, weights, batch))(trained)
+  pairs = pair_log_probs(jax.jit(lambda weights: task.predict(weights, batch))(at_start), prepared)
+  np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)  # by two programs
   noise = batch | {'reference_log_probs': batch['weights'] * 7}
-  (found, gradient) = loss_of(task.loss, noise)
-  (expected, wanted) = loss_of(dataclasses.replace(task.loss, reference_from='batch'), own)
-  np.testing.assert_allclose(found, expected, rtol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted)
+  (value, gradient) = loss_of(task.loss, noise)
+  (expected, expected_gradient) = loss_of(dataclasses.replace(task.loss, reference_from='batch'), prepared)
+  np.testing.assert_allclose(value, expected, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected_gradient)
   evaluated = jax.jit(lambda weights: task.compute_loss(weights, noise, train=False).loss)(at_start)
   np.testing.assert_allclose(evaluated, np.log(2), rtol=1e-6)
 
 
 @pytest.mark.parametrize('dtype', ['int8', 'nf4', pytest.param('nf4_double', marks=pytest.mark.exhaustive)])
-def test_a_quantized_base_is_compared_with_as_the_numbers_that_it_stands_for(dtype):
-  """Of a train step and of an eval, the loss is that of the same weights in float32, with the base's answers given."""
+def test_a_quantized_base_gives_the_loss_of_its_dequantized_weights(dtype):
+  """The losses of a train step and an eval agree with the same weights in float32, and the base's log-probabilities."""
   overrides = ('num_layers=1', f'task.frozen_dtype={dtype}', 'task.model.stack.remat_policy=dots')
   model, train_input = make_model(BaseDpo, (1, 1, 1), overrides=overrides)
   task, batch = model.task, {name: jnp.asarray(values) for name, values in next(train_input.make_iterator()).items()}
@@ -87,15 +87,15 @@ def test_a_quantized_base_is_compared_with_as_the_numbers_that_it_stands_for(dty
   flat = {name: leaf + 0.05 if name.endswith('lora_b') else leaf for name, leaf in flat.items()}
   state = state.replace(weights=traverse_util.unflatten_dict(flat, sep='/'))
 
-  numbers = {name: leaf.unbox() if is_quantized(leaf) else leaf.astype(jnp.float32) for name, leaf in flat.items()}
-  base = {name: leaf for name, leaf in numbers.items() if 'lora_' not in name}
-  numbers, base = (traverse_util.unflatten_dict(each, sep='/') for each in (numbers, base))
-  answers = jnp.asarray(without_adapters(task.model).apply({'params': base}, batch)['logits'])
-  own = jax.nn.log_softmax(answers)[jnp.arange(len(answers))[:, None], jnp.arange(answers.shape[1]), batch['labels']]
-  given = batch | {'reference_log_probs': own * (batch['weights'] > 0)}
+  dequantized = {name: leaf.unbox() if is_quantized(leaf) else leaf.astype(jnp.float32) for name, leaf in flat.items()}
+  base = {name: leaf for name, leaf in dequantized.items() if 'lora_' not in name}
+  dequantized, base = (traverse_util.unflatten_dict(weights, sep='/') for weights in (dequantized, base))
+  logits = jnp.asarray(without_adapters(task.model).apply({'params': base}, batch)['logits'])
+  log_probs = jax.nn.log_softmax(logits)[jnp.arange(len(logits))[:, None], jnp.arange(logits.shape[1]), batch['labels']]
+  with_reference = batch | {'reference_log_probs': log_probs * (batch['weights'] > 0)}
   loss = dataclasses.replace(task.loss, reference_from='batch')
-  expected = loss(task.model.apply({'params': numbers}, batch), given).loss
-  assert abs(expected - np.log(2)) > 1e-3  # that of a model that is its base
+  expected = loss(task.model.apply({'params': dequantized}, batch), with_reference).loss
+  assert abs(expected - np.log(2)) > 1e-3  # log(2) is the loss of the base
 
   evaluated = jax.jit(lambda weights: task.compute_loss({'params': weights}, batch, train=False).loss)(state.weights)
   np.testing.assert_allclose(evaluated, expected, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""PreferenceInput: whole pairs in packed rows, weights on the answers, references at their beginnings."""
+"""PreferenceInput packs whole pairs, with weights on the answers and references at their first tokens."""
 
 import dataclasses
 import json
@@ -31,20 +31,20 @@ def pairs(tmp_path):
 
 
 def answers(batches):
-  """(prompt with bos, answer, reference) of every segment, as text."""
+  """Yields (prompt, answer, reference) of each segment, the first two as text."""
   decode = ByteTokenizer().decode
   for batch in batches:
     for row in range(len(batch['ids'])):
       assert batch['segment_ids'][row].max() % 2 == 0  # whole pairs
       for segment in range(1, batch['segment_ids'][row].max() + 1):
         at = np.flatnonzero(batch['segment_ids'][row] == segment)
-        learnt = at[batch['weights'][row, at] > 0]
+        answer = at[batch['weights'][row, at] > 0]
         references = batch['reference_log_probs'][row, at]
-        assert references.nonzero()[0].tolist() == ([learnt[0] - at[0]] if references.any() else [])
+        assert references.nonzero()[0].tolist() == ([answer[0] - at[0]] if references.any() else [])
         assert batch['labels'][row, at[-1]] == EOS
         yield (
-          decode(batch['ids'][row, at[: learnt[0] - at[0] + 1]]),
-          decode(batch['labels'][row, learnt]),
+          decode(batch['ids'][row, at[: answer[0] - at[0] + 1]]),
+          decode(batch['labels'][row, answer]),
           references.sum(),
         )
 
@@ -63,13 +63,13 @@ def test_one_epoch_has_every_pair_once_and_whole(pairs):
   assert list(answers(alone)) == expected
 
 
-def test_numbered_pairs_name_their_records(pairs):
+def test_numbered_pairs_have_the_indices_of_their_records(pairs):
   numbered = dataclasses.replace(pairs, seq_len=13, too_long='skip').numbered()
   batches, state = take(numbered)
   assert set(batches[0]) == set(numbered.element_spec()) >= {'record_index'}
-  found = np.unique(np.concatenate([batch['record_index'].ravel() for batch in batches]))
+  indices = np.unique(np.concatenate([batch['record_index'].ravel() for batch in batches]))
   lengths = [sum(len(pair['prompt']) + len(pair[name]) + 1 for name in ('chosen', 'rejected')) for pair in PAIRS]
-  assert found.tolist() == [0, *(i + 1 for i, length in enumerate(lengths) if length <= 13)]
+  assert indices.tolist() == [0, *(i + 1 for i, length in enumerate(lengths) if length <= 13)]
   assert state['num_too_long'] == [[0, sum(length > 13 for length in lengths)]]
 
 
@@ -90,16 +90,16 @@ def test_conversations_with_and_without_a_prompt(pairs, tmp_path):
   settings = dataclasses.replace(pairs, source=Preferences(pattern=str(path)), template=template, seq_len=99)
   batch = take(settings.without_reference())[0][0]
   decode = ByteTokenizer().decode
-  found = []
+  texts = []
   for segment in range(1, 7):
     at = batch['segment_ids'][0] == segment
     labels, weights = batch['labels'][0, at], batch['weights'][0, at]
-    found.append((decode([batch['ids'][0, at][0], *labels[weights == 0]]), decode(labels[weights > 0])))
+    texts.append((decode([batch['ids'][0, at][0], *labels[weights == 0]]), decode(labels[weights > 0])))
   short, long = '<u>q;<a>', '<u>q;<a>no;<u>q;<a>'
-  assert found == [(prompt, answer) for prompt in (short, short, long) for answer in ('yes;', 'no;')]
+  assert texts == [(prompt, answer) for prompt in (short, short, long) for answer in ('yes;', 'no;')]
 
 
-def test_judged_answers_come_with_the_answer_before_them_behind_their_prompt(pairs, tmp_path):
+def test_a_judged_answer_is_paired_with_the_answer_before_it(pairs, tmp_path):
   records = [{'prompt': 'p' * (i % 4), 'completion': f'{i}c', 'label': i % 3 > 0} for i in range(5)]
   (tmp_path / 'judged.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
   judged = dataclasses.replace(pairs, source=JudgedAnswers(pattern=str(tmp_path / 'judged.jsonl')), packing=False)
@@ -112,7 +112,7 @@ def test_judged_answers_come_with_the_answer_before_them_behind_their_prompt(pai
   judgements = np.concatenate([batch['judgement'] for batch in batches])
   assert [row[row != 0].tolist() for row in judgements if row.any()] == [[2.0 * (i % 3 > 0) - 1] for i in range(5)]
   (tmp_path / 'judged.jsonl').write_text(json.dumps({'prompt': 'a', 'completion': 'b', 'label': 'good'}))
-  with pytest.raises(ValueError, match=r"judged\.jsonl:1: .* true or false; .* its label is 'good'"):
+  with pytest.raises(ValueError, match=r"judged\.jsonl:1: .* label 'good': .* true or false"):
     take(judged)
 
 
@@ -124,7 +124,7 @@ def test_a_pair_longer_than_a_row(pairs):
   assert all((batch['segment_ids'].max(axis=1) % 2 == 0).all() for batch in cut)
 
 
-def test_a_pair_whose_answers_are_the_same_once_they_are_cut_is_left_out(pairs, tmp_path):
+def test_a_pair_whose_truncated_answers_are_equal_is_left_out(pairs, tmp_path):
   records = [{'prompt': 'a', 'chosen': 'bbbbc', 'rejected': 'bbbbd'}, {'prompt': 'a', 'chosen': 'c', 'rejected': 'd'}]
   (tmp_path / 'pairs.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
   cut, state = take(dataclasses.replace(pairs, seq_len=8, too_long='truncate').without_reference())
@@ -135,32 +135,34 @@ def test_a_pair_whose_answers_are_the_same_once_they_are_cut_is_left_out(pairs, 
 @pytest.mark.parametrize(
   'record, message',
   [
-    ({'chosen': 'a'}, "there is no field 'rejected'"),
-    ({'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}, "'chosen' and 'rejected' are the same, so that there is nothing"),
+    ({'chosen': 'a'}, "the pair has no 'rejected', only"),
+    ({'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}, "'chosen' and 'rejected' are equal: correct"),
+    ({'prompt': 'a', 'chosen': 'b', 'rejected': ''}, "'rejected' is empty: add"),
+    ({'prompt': 'a', 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': 'c'}, 'must be all texts, or all lists'),
     (
       {'prompt': [{'role': 'user', 'content': 'a'}], 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': []},
       "'chosen' must end with a message of the assistant",
     ),
   ],
 )
-def test_pairs_that_cannot_be_used(pairs, tmp_path, record, message):
+def test_invalid_pairs_are_refused(pairs, tmp_path, record, message):
   (tmp_path / 'pairs.jsonl').write_text(json.dumps(record))
   with pytest.raises(ValueError, match=message) as refused:
     take(pairs)
   assert '\n' not in str(refused.value)
 
 
-def test_references_that_cannot_be_used(pairs, tmp_path):
-  with pytest.raises(ValueError, match='which --mode train computes before its first step'):
+def test_invalid_references_are_refused(pairs, tmp_path):
+  with pytest.raises(ValueError, match='train first'):
     dataclasses.replace(pairs, reference=None).make_iterator()
   np.save(tmp_path / 'short.npy', np.ones((2, 2), np.float32))
   (tmp_path / 'broken.npy').write_bytes(b'x')
   np.save(tmp_path / 'wide.npy', np.ones((2, 3)))
   for name, message in (
-    ('short', 'has no log-probabilities of record 2: it is of other data'),
+    ('short', 'has no log-probabilities of record 2'),
     ('broken', 'cannot be read'),
     ('none', 'cannot be read'),
-    ('wide', r'holds float64\[2, 3\], not float32 \[N, 2\]'),
+    ('wide', r'cannot be read \(it has float64\[2, 3\]'),
   ):
     with pytest.raises(ValueError, match=message):
       take(dataclasses.replace(pairs, reference=str(tmp_path / f'{name}.npy')))

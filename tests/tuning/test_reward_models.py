@@ -1,4 +1,4 @@
-"""A reward model's folder as a reward: each score is that of its text alone, whatever the batch and the mesh."""
+"""A reward model scores each text independently of its batch and the mesh."""
 
 import json
 from types import SimpleNamespace
@@ -32,29 +32,29 @@ def folder(tmp_path_factory):
 
 
 def run_on(num_devices):
-  """A running job, as far as a reward model reads it."""
-  given = [f'ici_mesh_shape=1,{num_devices},1', 'model_dims=16', 'num_layers=1']
-  job = resolve('tests.tuning.reward_experiments.Job', given).build()
+  """Returns the parts of a running job that a reward model reads."""
+  settings = [f'ici_mesh_shape=1,{num_devices},1', 'model_dims=16', 'num_layers=1']
+  job = resolve('tests.tuning.reward_experiments.Job', settings).build()
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:num_devices]))
   return SimpleNamespace(job=job, experiment=job.experiment, model=model)
 
 
-def test_scores_are_those_of_each_text_alone(folder):
+def test_scores_are_independent_of_the_other_texts(folder):
   calls = [('the cat', text, {}) for text in (' sat', ' sat on the mat', '', ' ate', ' x' * 40)]
   model = RewardModel(str(folder), run_on(4), batch_size=3, seq_len=32)
-  found = model.rewards(calls)
+  scores = model.rewards(calls)
   (_, ours, weights), tokenizer = opened(folder), FolderTokenizer(path=str(folder))
   tree = as_tree(weights)
   forward = jax.jit(ours.apply)
-  for value, (prompt, completion, _) in zip(found[:4], calls, strict=False):
+  for score, (prompt, completion, _) in zip(scores[:4], calls, strict=False):
     ids = [*tokenizer.encode_prompt(prompt + completion), tokenizer.eos_id]
     expected = forward({'params': tree}, {'ids': np.pad(ids, (0, 32 - len(ids)))[None]})['logits'][0, len(ids) - 1, 0]
-    np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
-  assert np.ptp(found[:4]) > 0.1
-  assert np.isnan(found[4])  # longer than a row
+    np.testing.assert_allclose(score, expected, rtol=1e-4, atol=1e-5)
+  assert np.ptp(scores[:4]) > 0.1
+  assert np.isnan(scores[4])  # longer than a row
 
 
-def test_what_is_no_reward_model_is_one_sentence(tmp_path):
+def test_other_models_are_refused_as_reward_models(tmp_path):
   write_llama(tmp_path)
   assert is_reward_model(str(tmp_path))
   assert not is_reward_model('my_lab.rewards:score')
@@ -62,9 +62,9 @@ def test_what_is_no_reward_model_is_one_sentence(tmp_path):
     RewardModel(str(tmp_path), run_on(1), batch_size=3, seq_len=32)
 
 
-def test_a_model_of_scores_generates_no_text(folder):
+def test_a_model_that_scores_texts_cannot_generate(folder):
   with pytest.raises(UserError, match=r'without logits: use hf\.Scorer'):
     resolve('hf.Model', [f'model={folder}'])
   job = resolve('finetune.FullReward', [f'model={folder}', 'data=pairs.jsonl']).build()
-  with pytest.raises(UserError, match='predicts no tokens, which --mode decode_once needs'):
+  with pytest.raises(UserError, match='scores texts and cannot generate them in --mode decode_once'):
     EXTENSION.prepare_job(job, 'decode_once', None)

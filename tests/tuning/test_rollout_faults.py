@@ -1,6 +1,6 @@
-"""Faults that are planted between sampler and trainer show in the mismatch of their log-probabilities.
+"""The mismatch of log-probabilities reveals faults that are planted between the sampler and the trainer.
 
-Group means over the wrong axis are no such fault: tests/tuning/test_advantages.py finds them.
+It cannot reveal group means over the wrong axis; tests/tuning/test_advantages.py does.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 
 
 class Sampler:
-  """What samples and what scores, outside of a job, with the weights of a seed; `own` goes to RolloutSampler."""
+  """A RolloutSampler, with the arguments `kwargs`, and a RolloutScorer, outside of a job, with random weights."""
 
-  def __init__(self, *overrides, experiment=Policy, **own):
-    given = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
-    self.model, self.settings = make_model(experiment, (1,), overrides=given)
-    self.sampler = RolloutSampler(self.settings, self.model, seed=0, report=pytest.fail, **own)
+  def __init__(self, *overrides, experiment=Policy, **kwargs):
+    overrides = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
+    self.model, self.settings = make_model(experiment, (1,), overrides=overrides)
+    self.sampler = RolloutSampler(self.settings, self.model, seed=0, report=pytest.fail, **kwargs)
     step = self.sampler.steps.step
     step.row_counts = step.row_counts[-1:]  # no programs for fewer busy slots
     self.scorer = RolloutScorer(self.settings, self.model)
@@ -53,14 +53,14 @@ sampler = functools.cache(Sampler)
 
 
 def before_the_temperature(monkeypatch):
-  """The same draws, at the temperature of a request, which log-probabilities do not have."""
-  given = sampler()
-  monkeypatch.setattr(given.sampler, 'steps', DecodeSteps(given.model, given.sampler.steps.settings))
-  return given.rollout(temperature=TEMPERATURE)
+  """Samples at the temperature of a request, which log-probabilities do not include."""
+  faulty = sampler()
+  monkeypatch.setattr(faulty.sampler, 'steps', DecodeSteps(faulty.model, faulty.sampler.steps.settings))
+  return faulty.rollout(temperature=TEMPERATURE)
 
 
-def after_the_cut(monkeypatch):
-  """Of the five likeliest tokens, among which the draws are."""
+def after_top_k(monkeypatch):
+  """Computes log-probabilities among the five most probable tokens, which are sampled."""
   emit = step_functions.emit
 
   def emit_of_few(logits, *others):
@@ -73,21 +73,20 @@ def after_the_cut(monkeypatch):
 
 
 def stale_weights(monkeypatch):
-  given = sampler()
-  return given.rollout(draw_variables(given.model, 1))
+  return sampler().rollout(draw_variables(sampler().model, 1))
 
 
 def in_batches(change):
-  """A fault of the batch's arrays: new ones, of the batch, its columns, and the lengths of prompts and whole rows."""
+  """Changes a batch's arrays: change(batch, columns, lengths of prompts, lengths of rows) -> new arrays."""
 
   def plant(monkeypatch):
-    made = RolloutInput.rollout_of
+    correct = RolloutInput.rollout_of
 
-    def rollout_of(*given):
-      whole = made(*given)
-      columns, lengths = np.arange(whole['ids'].shape[1])[None, :], whole['segment_ids'].sum(axis=1, keepdims=True) + 1
-      changed = change(whole, columns, 1 + np.argmax(whole['weights'], axis=1)[:, None], lengths)
-      return whole | {name: each.astype(whole[name].dtype) for name, each in changed.items()}
+    def rollout_of(*args):
+      batch = correct(*args)
+      columns, lengths = np.arange(batch['ids'].shape[1])[None, :], batch['segment_ids'].sum(axis=1, keepdims=True) + 1
+      changed = change(batch, columns, 1 + np.argmax(batch['weights'], axis=1)[:, None], lengths)
+      return batch | {name: x.astype(batch[name].dtype) for name, x in changed.items()}
 
     monkeypatch.setattr(RolloutInput, 'rollout_of', rollout_of)
     return sampler().rollout()
@@ -97,7 +96,7 @@ def in_batches(change):
 
 FAULTS = {
   'log-probabilities before the temperature': before_the_temperature,
-  'log-probabilities after the cut of top_k and top_p': after_the_cut,
+  'log-probabilities after top_k': after_top_k,
   'stale weights in the sampler': stale_weights,
   'one token shifted': in_batches(lambda b, c, p, n: {'labels': np.roll(b['labels'], 1, axis=1)}),
   'what follows the end counts': in_batches(lambda b, c, p, n: {'weights': (c >= p - 1) & (c < n)}),
@@ -113,7 +112,7 @@ def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1
   assert len({*map(tuple, rollout['ids'])}) > NUM_PROMPTS  # draws differ
 
 
-def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
+def test_packed_texts_have_the_same_log_probabilities_and_values_as_unpacked_texts():
   model, settings = make_model(ValuePolicy, (1,), overrides=('task.learner.num_microbatches=4',))
   rng, episodes = np.random.default_rng(0), []
   for prompt, length in rng.integers(1, 20, (settings.num_rows, 2)).tolist():
@@ -124,42 +123,42 @@ def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
   batch = settings.batch_of(rollout, 4)
   is_used = (batch['segment_ids'].reshape(-1, 4, settings.seq_len) > 0).any(axis=(0, 2))
   assert is_used.tolist() == [True, True, True, False]
-  found = RolloutScorer(settings, model).score(variables, rollout)
-  alone = RolloutScorer(dataclasses.replace(settings, packing=False), model).score(variables, rollout)
-  for each, expected in zip(found, alone, strict=True):
-    assert np.ptp(each[rollout['segment_ids'] > 0]) > 0.1
-    np.testing.assert_allclose(each, expected, atol=2e-6)
+  packed = RolloutScorer(settings, model).score(variables, rollout)
+  unpacked = RolloutScorer(dataclasses.replace(settings, packing=False), model).score(variables, rollout)
+  for scores, expected in zip(packed, unpacked, strict=True):
+    assert np.ptp(scores[rollout['segment_ids'] > 0]) > 0.1
+    np.testing.assert_allclose(scores, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(
-  'fault', [pytest.param(name, marks=pytest.mark.slow if FAULTS[name] is after_the_cut else ()) for name in FAULTS]
+  'fault', [pytest.param(name, marks=pytest.mark.slow if FAULTS[name] is after_top_k else ()) for name in FAULTS]
 )
 def test_the_mismatch_shows_a_planted_fault(fault, monkeypatch):
   assert sampler().mismatch(FAULTS[fault](monkeypatch)) > 0.01
 
 
 @pytest.mark.slow
-def test_routing_that_is_not_replayed_is_found(monkeypatch):
-  """The sampler's router rounds otherwise, as that of another program or dtype does."""
-  given = Sampler('replays_routing=True', experiment=ExpertsPolicy)
-  rng, flat = np.random.default_rng(0), traverse_util.flatten_dict(given.variables['params'])
-  moved = {path: x * (1 + 0.02 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
-  rollout = given.rollout({'params': traverse_util.unflatten_dict(moved)})
+def test_the_mismatch_shows_routing_that_is_not_replayed(monkeypatch):
+  """The sampler's router has slightly different weights, as if it rounded differently."""
+  experts = Sampler('replays_routing=True', experiment=ExpertsPolicy)
+  rng, flat = np.random.default_rng(0), traverse_util.flatten_dict(experts.variables['params'])
+  noisy = {path: x * (1 + 0.02 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
+  rollout = experts.rollout({'params': traverse_util.unflatten_dict(noisy)})
   assert rollout['expert_ids'].shape[-1] == 2 * 2  # layers, and choices of a token
-  replayed = given.mismatch(rollout)
+  replayed = experts.mismatch(rollout)
   monkeypatch.setattr(RolloutTask, 'constants', lambda *_: {})
-  given.scorer = RolloutScorer(given.settings, given.model)
-  assert given.mismatch(rollout) > 0.1 > 3 * replayed > 0
+  experts.scorer = RolloutScorer(experts.settings, experts.model)
+  assert experts.mismatch(rollout) > 0.1 > 3 * replayed > 0
 
 
 @pytest.mark.slow
 def test_verify_claims_that_sampler_and_trainer_agree_and_finds_a_planted_fault(monkeypatch):
   bench = Bench(source_of(Policy), num_devices=1, num_steps=1)
   case = next(sampler_cases(bench))
-  held = case.decide(bench)
-  assert held.status == 'held', held
+  verdict = case.decide(bench)
+  assert verdict.status == 'held', verdict
   FAULTS['a prompt begins at the wrong position'](monkeypatch)
-  found = case.decide(bench)
-  assert found.status == 'BROKEN'
-  assert 'log-probability of token' in found.detail
+  verdict = case.decide(bench)
+  assert verdict.status == 'BROKEN'
+  assert 'log-probability of token' in verdict.detail
   bench.close()

@@ -1,4 +1,4 @@
-"""ScoredInput: whole texts with their last token, the weights that pool them, and targets."""
+"""ScoredInput packs whole texts, with the weights that pool their tokens, and targets."""
 
 import functools
 import json
@@ -49,7 +49,7 @@ def test_each_text_is_a_segment_with_the_weights_of_its_tokens(tmp_path, source,
 
 
 def test_a_preview_shows_a_text_once(tmp_path):
-  tokenizer = T5ByteTokenizer()  # without a beginning of text, whose repetition would not show
+  tokenizer = T5ByteTokenizer()  # without a bos, whose repetition would not be visible
   batch = batch_of(tmp_path / 'records.jsonl', LabeledTexts, [{'text': 'ab', 'label': 3}], tokenizer=tokenizer)
   ((_, pieces),) = examples_of(None, batch, tokenizer)
   assert ''.join(text for text, _ in pieces) == 'ab'
@@ -58,23 +58,23 @@ def test_a_preview_shows_a_text_once(tmp_path):
 @pytest.mark.parametrize(
   'source, record, message',
   [
-    (LabeledTexts, {'text': 'a', 'label': 'good'}, r"records\.jsonl:1: 'label' must be a number of .*, not 'good'"),
-    (LabeledTexts, {'text': 'a', 'label': float('nan')}, "'label' must be a number of float32, not nan"),
-    (LabeledTexts, {'title': 'a', 'label': 1}, "there is no text 'text'"),
-    (SimilarTexts, {'anchor': 'a', 'positive': ''}, "there is no text 'positive'"),
-    (RewardPairs, {'prompt': 'a', 'chosen': 'b'}, "there is no field 'rejected'"),
-    (LabeledTexts, {'text': 'a' * 50, 'label': 1}, r'has \d+ tokens, but a row only seq_len = 40'),
+    (LabeledTexts, {'text': 'a', 'label': 'good'}, r"records\.jsonl:1: 'label' must be a number .*, not 'good'"),
+    (LabeledTexts, {'text': 'a', 'label': float('nan')}, "'label' must be a number .*, not nan"),
+    (LabeledTexts, {'title': 'a', 'label': 1}, "the record has no text 'text'"),
+    (SimilarTexts, {'anchor': 'a', 'positive': ''}, "the record has no text 'positive'"),
+    (RewardPairs, {'prompt': 'a', 'chosen': 'b'}, "the pair has no 'rejected'"),
+    (LabeledTexts, {'text': 'a' * 50, 'label': 1}, r'has \d+ tokens, more than seq_len = 40'),
   ],
 )
-def test_records_that_cannot_be_used(tmp_path, source, record, message):
+def test_invalid_records_are_refused(tmp_path, source, record, message):
   with pytest.raises(UserError, match=message):
     batch_of(tmp_path / 'records.jsonl', source, [record])
 
 
 @pytest.mark.parametrize('label', [2, -1, 0.5])
-def test_a_label_that_is_no_class(tmp_path, label):
+def test_a_label_outside_the_classes_is_refused(tmp_path, label):
   source = functools.partial(LabeledTexts, num_classes=2)
-  with pytest.raises(UserError, match=f"'label' is {label}, but num_labels = 2: give 0 to 1"):
+  with pytest.raises(UserError, match=f"'label' is {label}: with num_labels = 2 it must be from 0 to 1"):
     batch_of(tmp_path / 'records.jsonl', source, [{'text': 'a', 'label': 1}, {'text': 'b', 'label': label}])
 
 
@@ -84,13 +84,17 @@ def test_a_label_that_is_no_class(tmp_path, label):
     (
       FullReward,
       {'score_loss': 'contrastive', 'packing': False},
-      "num_labels = 1, but score_loss = 'contrastive' needs 0",
+      "num_labels = 1 must be 0 for score_loss = 'contrastive'",
     ),
-    (FullReward, {'score_loss': 'classification'}, "num_labels = 1, but score_loss = 'classification' needs 2 or more"),
-    (FullClassifier, {'score_loss': 'regression'}, "num_labels = 2, but score_loss = 'regression' needs 1"),
-    (FullReward, {'pooling': 'mean'}, "pooling = 'mean' is of score_loss = 'contrastive'"),
+    (
+      FullReward,
+      {'score_loss': 'classification'},
+      "num_labels = 1 must be 2 or more for score_loss = 'classification'",
+    ),
+    (FullClassifier, {'score_loss': 'regression'}, "num_labels = 2 must be 1 for score_loss = 'regression'"),
+    (FullReward, {'pooling': 'mean'}, "pooling = 'mean' is for score_loss = 'contrastive'"),
   ],
 )
-def test_settings_that_do_not_go_together_are_refused(recipe, changes, message):
+def test_inconsistent_settings_are_refused(recipe, changes, message):
   with pytest.raises(UserError, match=message):
     recipe(**changes).loss()

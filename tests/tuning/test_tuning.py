@@ -1,4 +1,4 @@
-"""Tuning a folder on conversations and on pairs of answers, as a user starts it: previews, steps, restarts."""
+"""Jobs that tune a folder on conversations and pairs of answers: previews, references, steps and restarts."""
 
 import io
 import json
@@ -24,7 +24,7 @@ TEMPLATE = (
   '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
 SMALL = ('seq_len=64', 'batch_size=4', 'trackers=()', 'log_every_steps=1', 'prefetch_batches=1')
-SCHEDULE = tuple(f'task.learner.optimizer.learning_rate.{each}' for each in ('warmup_steps=0', 'total_steps=600'))
+SCHEDULE = tuple(f'task.learner.optimizer.learning_rate.{name}' for name in ('warmup_steps=0', 'total_steps=600'))
 
 
 @pytest.fixture(scope='module')
@@ -45,55 +45,54 @@ def job_of(name, folder, data, *overrides):
 
 
 class Terminal(io.StringIO):
-  """A stream that says of itself that it is a terminal."""
+  """A stream that claims to be a terminal."""
 
   def isatty(self):
     return True
 
 
-def test_a_preview_shows_what_is_learnt(folder, monkeypatch):
+def test_a_preview_shows_the_learned_tokens(folder, monkeypatch):
   monkeypatch.delenv('NO_COLOR', raising=False)
   job = job_of('finetune.FullSft', folder, 'talks.jsonl', 'train_input.shuffle=False', 'train_input.num_epochs=1')
-  plain, coloured = io.StringIO(), Terminal()
-  assert preview.preview(job, 2, plain) == preview.preview(job, 2, coloured) == 0
+  plain, colored = io.StringIO(), Terminal()
+  assert preview.preview(job, 2, plain) == preview.preview(job, 2, colored) == 0
   assert '\x1b' not in plain.getvalue()
-  learnt = '<|im_start|>assistant\n«sat<|im_end|>»\n'
   assert plain.getvalue().startswith('--- 1: row 0, segment 1, ')
-  assert '<|im_start|>user\nthe cat<|im_end|>\n' + learnt in plain.getvalue()
+  assert '<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n«sat<|im_end|>»\n' in plain.getvalue()
   assert plain.getvalue().count('--- ') == 2
-  assert '\x1b[1;32msat<|im_end|>\x1b[0m' in coloured.getvalue()
+  assert '\x1b[1;32msat<|im_end|>\x1b[0m' in colored.getvalue()
   monkeypatch.setenv('NO_COLOR', '1')
   again = Terminal()
   preview.preview(job, 2, again)
   assert again.getvalue() == plain.getvalue()
 
 
-def test_references_are_the_log_probabilities_of_each_pair_in_its_own_row(folder, tmp_path):
-  """Computed on two devices in packed rows; compared with single pairs on one."""
+def test_references_of_packed_pairs_are_those_of_single_pairs(folder, tmp_path):
+  """The packed pairs are on two devices, the single pairs on one."""
   directory = epath.Path(tmp_path / 'job')
-  given = ('too_long=skip', 'seq_len=44', f'eval_data={folder / "pairs.jsonl"}')
-  job = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', 'ici_mesh_shape=1,2,1', *given), directory)
+  settings = ('too_long=skip', 'seq_len=44', f'eval_data={folder / "pairs.jsonl"}', 'ici_mesh_shape=1,2,1')
+  job = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', *settings), directory)
   model = partition_job(job, mesh_of(job))
   state = state_from_folder(model, open_folder(folder), 0)
   beats = []
   lines = compute_references(job, model, state, 0, directory, on_batch=lambda: beats.append(1))
   assert len(lines) == 2
   assert beats
-  found = np.load(directory / 'reference' / 'train_input.npy')
-  np.testing.assert_array_equal(found, np.load(directory / 'reference' / 'eval_valid.npy'))
+  references = np.load(directory / 'reference' / 'train_input.npy')
+  np.testing.assert_array_equal(references, np.load(directory / 'reference' / 'eval_valid.npy'))
   about = json.loads((directory / 'reference' / 'train_input.json').read_text())
   assert about['num_pairs'] == 12
-  assert 0 < about['num_left_out'] == np.isnan(found[:, 0]).sum() < 12
+  assert 0 < about['num_left_out'] == np.isnan(references[:, 0]).sum() < 12
   expected = log_probs_of_single_pairs(job, model, state)
-  np.testing.assert_allclose(found, expected, rtol=2e-5)
-  # A job that goes on takes them as they are, or says what is wrong.
+  np.testing.assert_allclose(references, expected, rtol=2e-5)
+  # A resumed job reads the files, and refuses files that are damaged or belong to other pairs.
   assert compute_references(job, model, state, 3, directory, on_batch=lambda: None) == []
   other = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', 'seq_len=45', 'too_long=skip'), directory)
   with pytest.raises(ValueError, match=r'of other pairs \(seq_len changed\)'):
     compute_references(other, model, state, 3, directory, on_batch=lambda: None)
   path = directory / 'reference' / 'train_input.npy'
   path.write_bytes(path.read_bytes()[:-4] + b'abcd')
-  with pytest.raises(ValueError, match=r'train_input\.npy, .*, is damaged: put it back'):
+  with pytest.raises(ValueError, match=r'train_input\.npy, .* digest has changed.*: put it back'):
     compute_references(job, model, state, 3, directory, on_batch=lambda: None)
   path.unlink()
   with pytest.raises(ValueError, match='cannot be read'):
@@ -107,7 +106,7 @@ def mesh_of(job):
 
 
 def log_probs_of_single_pairs(job, model, state):
-  """float32 [N, 2], by the plain logits of each text alone; NaN for pairs that do not fit in a row."""
+  """Computes the references from the logits of one text at a time, float32 [N, 2]; NaN if a pair is too long."""
   import jax
 
   from spmd_tasks.inputs.text import Block
@@ -116,7 +115,7 @@ def log_probs_of_single_pairs(job, model, state):
   encoder = job.train_input.without_reference().block_encoder()
   source = job.train_input.source.open()
   weights = model.to_canonical(state).weights
-  found = np.full((len(source), 2), np.nan, np.float32)
+  references = np.full((len(source), 2), np.nan, np.float32)
   predict = jax.jit(lambda weights, ids: job.task.predict({'params': weights}, {'ids': ids})['logits'])
   weights = jax.device_put(jax.tree.map(np.asarray, weights))
   for index in range(len(source)):
@@ -129,18 +128,24 @@ def log_probs_of_single_pairs(job, model, state):
       ids[0, : end - start] = tokens.ids[start:end]
       log_probs = jax.nn.log_softmax(predict(weights, ids)[0, : end - start], axis=-1)
       chosen = np.take_along_axis(np.asarray(log_probs), tokens.labels[start:end, None], axis=1)[:, 0]
-      found[index, answer] = (chosen * tokens.arrays['weights'][start:end]).sum()
-  return found
+      references[index, answer] = (chosen * tokens.arrays['weights'][start:end]).sum()
+  return references
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'name, data', [('LoraDpo', 'pairs'), pytest.param('FullSft', 'talks', marks=pytest.mark.exhaustive)]
 )
-def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, folder, tmp_path):
+def test_a_job_learns_and_resumes_exactly(name, data, folder, tmp_path):
   settings = [f'model={folder}', f'data={folder}/{data}.jsonl', f'eval_data={folder}/{data}.jsonl', *SMALL]
   settings += ['learning_rate=3e-3', 'ici_mesh_shape=1,4,2', 'checkpoint_every=3', *SCHEDULE]
-  flags = ['--exp', f'finetune.{name}', '--mode', 'train', *(word for each in settings for word in ('--set', each))]
+  flags = [
+    '--exp',
+    f'finetune.{name}',
+    '--mode',
+    'train',
+    *(word for setting in settings for word in ('--set', setting)),
+  ]
   flags += ['--num_train_steps', 6, '--job_log_dir']
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   assert run_in_process(*flags, whole) == 0
@@ -157,11 +162,11 @@ def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, 
 @pytest.mark.parametrize(
   'name, overrides, message',
   [
-    ('FullDpo', ('reference=base',), 'but embedding/softmax_kernel is trained: train adapters alone'),
-    ('LoraDpo', ('reference=base', 'train_input.reference_free=True'), 'train_input has reference_free, but the loss'),
+    ('FullDpo', ('reference=base',), 'but embedding/softmax_kernel is trained: train only adapters'),
+    ('LoraDpo', ('reference=base', 'train_input.reference_free=True'), 'train_input has reference_free=True, but'),
   ],
 )
-def test_a_reference_that_cannot_be_the_base_is_one_sentence(name, overrides, message, folder, tmp_path):
+def test_a_reference_that_cannot_be_the_base_is_refused(name, overrides, message, folder, tmp_path):
   def partition():
     job = job_of(f'finetune.{name}', folder, 'pairs.jsonl', 'ici_mesh_shape=1,2,4', *overrides)
     return partition_job(name_references(job, epath.Path(tmp_path)))
@@ -170,19 +175,19 @@ def test_a_reference_that_cannot_be_the_base_is_one_sentence(name, overrides, me
     partition()
 
 
-def test_an_adapter_to_start_from_is_not_the_base():
+def test_the_base_is_refused_as_the_reference_if_training_starts_from_an_adapter():
   recipe = type('Mine', (LowRankTuning, PreferenceTuning), {'__doc__': 'Adapters.'})
-  with pytest.raises(UserError, match=r'is m without the adapter a that training starts from: merge that'):
+  with pytest.raises(UserError, match=r'is m without adapter = a, .*: merge'):
     recipe(model='m', adapter='a', reference='base').loss()
 
 
 @pytest.mark.parametrize(
   'data, weights, message',
   [
-    ('{"a": "talks.jsonl"}', '{}', r"data has the sources \['a'\], but data_weights \[\]: give each source its part"),
-    ('talks.jsonl', '{"a": 1.0}', r"data_weights = {'a': 1.0} are of sources by name, but data = 'talks.jsonl' has"),
+    ('{"a": "talks.jsonl"}', '{}', r"data_weights must have a weight for each source of data, \['a'\], but have \[\]"),
+    ('talks.jsonl', '{"a": 1.0}', r"data_weights = {'a': 1.0} need named sources, but data = 'talks.jsonl' has none"),
   ],
 )
-def test_weights_that_are_not_of_the_sources_are_one_sentence(data, weights, message, folder):
+def test_weights_that_do_not_fit_the_sources_are_refused(data, weights, message, folder):
   with pytest.raises(UserError, match=message):
     resolve('finetune.FullSft', [f'model={folder}', f'data={data}', f'data_weights={weights}'])
