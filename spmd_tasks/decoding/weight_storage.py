@@ -1,17 +1,17 @@
-"""How weights are held while a model decodes: in fewer bits (WeightStorage), apart from their stacks, beside a cache.
+"""Stores weights for decoding: in fewer bits (WeightStorage), as one array per layer, and beside a KV cache.
 
     storage = WeightStorage(model, 'int8')
     stored = storage.store(variables)         # on the mesh; frees the originals
-    stored = storage.store_one(name, weight)  # or one weight at a time, while others are still read
+    stored = storage.store_one(name, weight)  # or one weight at a time, while others are still being read
     variables = storage.true(stored)          # inside a compiled step
 
-`stored_spec` of sharding/quantized.py says which weights are held how. In 'int8', 'nf4' and 'nf4_double' a layer
-computes with the numbers that they stand for where it reads the kernel: one layer at a time, also in a scanned stack.
+`stored_spec` of sharding/quantized.py returns the dtype of each weight. A layer dequantizes a kernel in 'int8', 'nf4'
+or 'nf4_double' when it reads it: one layer at a time, also in a scanned stack.
 
-On a GPU, where a dtype is given and no pipeline stages split them, the layers of a stack are one array each (tuples in
-the stored variables). There, programs that generate have no loop over layers (layers/transformer.py), so nothing is
-left of the stacks that `true` makes: XLA reads each layer's array where it is, and compiles and tunes the products of
-one layer for all.
+On a GPU, if a dtype is given and no pipeline stages shard the layers, each layer of a stack is an array of its own
+(tuples in the stored variables). Programs that generate on a GPU unroll the loop over layers (layers/transformer.py),
+so that XLA removes the stacks that `true` builds: it reads each layer's array in place, and compiles and tunes the
+products of one layer for all.
 
     with find_kernels(found):                                    # the model's forward is traced within
       ...
@@ -56,7 +56,7 @@ _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in 
 
 
 class WeightStorage:
-  """How the weights of a model are stored.
+  """Stores the weights of a model.
 
   Attributes:
     padded: the stored variables, as abstract values with shardings.
@@ -67,7 +67,7 @@ class WeightStorage:
 
     Args:
       model: the partitioned model.
-      dtype: 'bfloat16', one of QUANTIZED_DTYPES, or None, which stores what training has.
+      dtype: 'bfloat16', one of QUANTIZED_DTYPES, or None to store weights as in training.
 
     Raises:
       UserError: the model's layers cannot compute with quantized kernels.
@@ -75,12 +75,12 @@ class WeightStorage:
     self._model = model
     self._is_plain = dtype is None
     with sharding_scope(model.mesh, model.axis_rules):
-      is_apart = dtype is not None and current_platform() == 'gpu'
+      is_unstacked = dtype is not None and current_platform() == 'gpu'
     weights, true, specs = model.padded_state.weights, model.abstract_state.weights, model.weight_specs
-    plan = functools.partial(_plan, dtype, is_apart)
+    plan = functools.partial(_plan, dtype, is_unstacked)
     self._plans = jax.tree_util.tree_map_with_path(plan, weights, true, specs, is_leaf=is_quantized)
-    held = jax.tree.map(lambda plan: plan.held, self._plans, is_leaf=_is_plan)
-    self.padded: Variables = model.padded_state.variables | {'params': held}
+    padded = jax.tree.map(lambda plan: plan.padded, self._plans, is_leaf=_is_plan)
+    self.padded: Variables = model.padded_state.variables | {'params': padded}
 
   @functools.cached_property
   def _by_name(self) -> dict[str, '_Plan']:
@@ -88,35 +88,35 @@ class WeightStorage:
 
   @property
   def dtypes(self) -> dict[str, Any]:
-    """The dtypes in which weights can be read from a file to be held as they are, by name."""
+    """Name -> dtype of the weights that a file can be read into without further conversion."""
     return {name: plan.stored.dtype for name, plan in self._by_name.items() if not is_quantized(plan.stored)}
 
   def store_one(self, name: str, weight: jax.Array) -> Any:
-    """Converts one padded weight, which it frees. `store` leaves such weights as they are.
+    """Converts one padded weight and frees the original; `store` leaves converted weights unchanged.
 
-    A weight that changes needs memory for both forms.
+    The conversion needs memory for both.
     """
     return _convert(True, self._by_name[name], weight)
 
   def store(self, variables: Variables, *, free: bool = True) -> Variables:
-    """Converts padded variables weight by weight; with `free`, frees each one that was converted."""
+    """Converts padded variables weight by weight; with `free`, frees each original."""
     if self._is_plain:
       return variables
     convert = functools.partial(_convert, free)
     return variables | {'params': jax.tree.map(convert, self._plans, variables['params'], is_leaf=_is_plan)}
 
   def true(self, stored: Variables) -> Variables:
-    """Slices the padding off stored variables, inside a compiled step under the mesh's axis rules."""
+    """Removes the padding of stored variables, inside a compiled step under the mesh's axis rules."""
     if self._is_plain:
       return self._model.true_variables(stored)
 
     def true(leaf, plan, shape):
       return jax.lax.with_sharding_constraint(unpad(leaf, shape), plan.sharding)
 
-    def true_weight(plan, held):
+    def true_weight(plan, weight):
       if plan.num_layers:
-        held = jax.tree.map(lambda *layers: jnp.stack(layers), *held)
-      return jax.tree.map(true, held, plan.stored, plan.true)
+        weight = jax.tree.map(lambda *layers: jnp.stack(layers), *weight)
+      return jax.tree.map(true, weight, plan.stored, plan.true)
 
     padded, shapes = self._model.padded_state.variables, self._model.abstract_state.variables
     others = {name: jax.tree.map(true, stored[name], padded[name], shapes[name]) for name in stored if name != 'params'}
@@ -124,32 +124,32 @@ class WeightStorage:
 
 
 class _Plan(NamedTuple):
-  """The stored form of a weight, abstract: padded and true, and how many layers lie apart, 0 for a weight in one."""
+  """How a weight is stored: abstract values, padded and true; the number of separate layers, 0 for one array."""
 
   stored: Any
   true: Any
   num_layers: int = 0
 
   @property
-  def held(self) -> Any:
-    """What is held: `stored`, or a tuple of its layers."""
-    return (jax.tree.map(_of_a_layer, self.stored),) * self.num_layers if self.num_layers else self.stored
+  def padded(self) -> Any:
+    """`stored`, or a tuple of its layers."""
+    return (jax.tree.map(_layer_of, self.stored),) * self.num_layers if self.num_layers else self.stored
 
 
 def _is_plan(leaf: Any) -> bool:
   return isinstance(leaf, _Plan)
 
 
-def _of_a_layer(stack: Any) -> jax.ShapeDtypeStruct:
+def _layer_of(stack: Any) -> jax.ShapeDtypeStruct:
   spec = PartitionSpec(*spec_axes(stack.sharding.spec, stack.ndim)[1:])
   return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=NamedSharding(stack.sharding.mesh, spec))
 
 
-def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> _Plan:
+def _plan(dtype: str | None, is_unstacked: bool, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> _Plan:
   if dtype is None or is_quantized(leaf):
     return _Plan(leaf, true)
   num_layers = 0
-  if is_apart and spec.stacked == 1 and not spec_axes(leaf.sharding.spec, leaf.ndim)[0]:
+  if is_unstacked and spec.stacked == 1 and not spec_axes(leaf.sharding.spec, leaf.ndim)[0]:
     num_layers = leaf.shape[0]
   stored = stored_spec(leaf_name(path), spec, dtype)
   if isinstance(stored, WeightSpec):
@@ -158,7 +158,7 @@ def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, sp
   mesh, axes = leaf.sharding.mesh, spec_axes(leaf.sharding.spec, len(leaf.shape))
 
   def padded(part: WeightSpec) -> jax.ShapeDtypeStruct:
-    """A part is split as the kernel, but not where its own split dims say that it is not."""
+    """Shards a part as the kernel is sharded, except on dims that its own split dims leave unsharded."""
     entries = part.split_dims or (None,) * len(axes)
     spec = PartitionSpec(*(own or None if entry is not None else None for own, entry in zip(axes, entries)))
     shape = padded_shape(part.shape, spec, mesh.shape)
@@ -169,14 +169,14 @@ def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, sp
 
 
 def _convert(free: bool, plan: _Plan, weight: Any) -> Any:
-  """Stores one padded weight as planned; one that is so already stays as it is."""
-  if isinstance(weight, tuple):  # of layers
+  """Converts one padded weight as planned; a converted weight is returned unchanged."""
+  if isinstance(weight, tuple):  # one array per layer
     return weight
   is_stored = is_quantized(weight) or (not is_quantized(plan.stored) and plan.stored.dtype == weight.dtype)
   if is_stored and not plan.num_layers:
     return weight
   structure = jax.tree.structure(plan.stored)
-  planned, true = (tuple(jax.tree.leaves(each)) for each in (plan.stored, plan.true))
+  planned, true = (tuple(jax.tree.leaves(tree)) for tree in (plan.stored, plan.true))
   stored = _converter(structure, planned, true, is_stored, plan.num_layers)(weight)
   if free:
     jax.block_until_ready(stored)
@@ -205,16 +205,16 @@ def _converter(
     stack = stored(weight)
     return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(num_layers)) if num_layers else stack
 
-  held = _Plan(jax.tree.unflatten(structure, planned), None, num_layers).held
-  return jax.jit(convert, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, held))
+  padded = _Plan(jax.tree.unflatten(structure, planned), None, num_layers).padded
+  return jax.jit(convert, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, padded))
 
 
-# --- kernels of a loop over layers as one array per layer, which a CPU multiplies with where they are ---
+# --- kernels of a loop over layers as one array per layer, which a CPU reads in place ---
 
 
 @contextlib.contextmanager
 def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
-  """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer."""
+  """Context in which a model is traced: adds the paths in `params` of kernels that can be one array per layer."""
 
   def note(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
     if type(layer) is Linear and layer.product is None and len(current_layer_scope().cache.layers) == 1:
@@ -228,18 +228,18 @@ def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
 
 
 def with_layer_kernels(variables: Variables, found: Set[tuple[str, ...]]) -> Variables:
-  """Moves kernels, arrays or abstract values on one device of the host, out of their stacks; once, if called again."""
+  """Unstacks these kernels, arrays or abstract values on a CPU device; does nothing if called again."""
   if not found or LAYER_KERNELS in variables:
     return variables
   params = traverse_util.flatten_dict(variables['params'], is_leaf=lambda _, leaf: is_quantized(leaf))
   kernels = {path: _split(params.pop(path)) for path in sorted(found)}
-  moved = {'params': params, LAYER_KERNELS: kernels}
-  return variables | {name: traverse_util.unflatten_dict(each) for name, each in moved.items()}
+  changed = {'params': params, LAYER_KERNELS: kernels}
+  return variables | {name: traverse_util.unflatten_dict(leaves) for name, leaves in changed.items()}
 
 
 @contextlib.contextmanager
 def multiplying_by_layer(variables: Variables) -> Iterator[Variables]:
-  """Context in which a model is called (traced) with kernels that `with_layer_kernels` moved; gives its variables."""
+  """Context in which a model is called (traced) with kernels of `with_layer_kernels`; yields its variables."""
   kernels = traverse_util.flatten_dict(variables.get(LAYER_KERNELS, {}))
   if not kernels:
     yield variables
@@ -263,8 +263,8 @@ def _split(stack: Any) -> tuple[Any, ...]:
   sharding = NamedSharding(stack.sharding.mesh, PartitionSpec())
   if not isinstance(stack, jax.Array):
     return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
-  # Of the device's part, since an array keeps its numpy view as long as it lives.
-  return tuple(jax.device_put(each, sharding) for each in np.asarray(stack.addressable_data(0)))
+  # Of the device's part: an array keeps its numpy view alive.
+  return tuple(jax.device_put(layer, sharding) for layer in np.asarray(stack.addressable_data(0)))
 
 
 # --- how much memory of each device the KV cache may take ---
@@ -273,17 +273,18 @@ def _split(stack: Any) -> tuple[Any, ...]:
 def local_bytes(leaf: Any) -> int:
   """Returns the bytes that an abstract array with a sharding takes on each device.
 
-  One with a layout is on a TPU, where rows fill lines of 128 numbers; see DecodeSteps.
+  An array with a layout is on a TPU, where rows are padded to 128 numbers; see DecodeSteps.
   """
   *dims, last = (*leaf.sharding.shard_shape(leaf.shape),) or (1,)
   return math.prod(dims) * (last if leaf.format.layout is None else -(-last // 128) * 128) * leaf.dtype.itemsize
 
 
 def free_bytes(mesh: Mesh | AbstractMesh, weights: Any, fraction: float) -> float:
-  """Returns how many bytes are left of this fraction of a device's memory beside the weights.
+  """Returns the bytes of this fraction of a device's memory that the weights leave free.
 
-  Also beside what is in use now, in a job of one process; several must come to the same number. Infinity where the mesh
-  has no device of this process, as that of a plan for other machines. CPU devices share the host's memory.
+  A job of one process also subtracts memory that is in use now; several processes must get the same number. Returns
+  infinity if the mesh has no device of this process, as in a plan for other machines. CPU devices share the host's
+  memory.
   """
   devices: Any = [] if isinstance(mesh, AbstractMesh) else mesh.devices.flat
   local = [device for device in jax.local_devices() if device in devices]
@@ -293,5 +294,5 @@ def free_bytes(mesh: Mesh | AbstractMesh, weights: Any, fraction: float) -> floa
   host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // len(local)
   used = sum(local_bytes(leaf) for leaf in jax.tree.leaves(weights))
   if jax.process_count() == 1:
-    used = max(used, *(each.get('bytes_in_use', 0) for each in stats))
-  return fraction * min(each.get('bytes_limit', host) for each in stats) - used
+    used = max(used, *(device.get('bytes_in_use', 0) for device in stats))
+  return fraction * min(device.get('bytes_limit', host) for device in stats) - used

@@ -35,14 +35,14 @@ class TokenEmbedding(nn.Module, kw_only=True):
       variance, while the table's variance of 1/D suits the tied logits (Vaswani et al., 2017; Pax's name).
     scale_logits: whether x is divided by sqrt(D) before the logits, which suits a table of unit variance (T5: Raffel et
       al., 2020).
-    logits_cap: bounds the logits softly, see `soft_cap`; None does not.
+    logits_cap: bounds the logits, see `soft_cap`; None for no bound.
     dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
     table_split_dims, softmax_split_dims: of the weights.
-    lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
-      out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
+    lookup_split_dims: of the table during the lookup. The fully sharded dim is all-gathered first, so that the rows
+      come out sharded on batch; otherwise XLA gathers the rows of all devices and slices them again.
     activation_split_dims, logits_split_dims: of the embeddings and of the logits.
-    adapters: the adapter of `softmax_kernel`, which a tied embedding does not have.
+    adapters: the adapter of `softmax_kernel`; a tied embedding has none.
   """
 
   vocab_size: int
@@ -66,13 +66,11 @@ class TokenEmbedding(nn.Module, kw_only=True):
     return {} if layer.tied else {'softmax_kernel': 'softmax_kernel'}
 
   def setup(self):
-    if self.embed_dim < 1 or self.vocab_size < 1:
-      raise UserError(f'embed_dim={self.embed_dim} and vocab_size={self.vocab_size} must be at least 1.')
     if self.logits_cap is not None and not 0 < self.logits_cap < float('inf'):
       raise UserError(f'logits_cap={self.logits_cap} must be positive, or None for no bound.')
     table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))
     shape = (self.vocab_size, self.embed_dim)
-    # Neither is a matrix to optimizers: Muon's publications leave embeddings and the output head to AdamW.
+    # num_input_dims=0: no matrix to optimizers. Muon's authors leave embeddings and the output head to AdamW.
     self.table = declare_weight(
       self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims, num_input_dims=0
     )
@@ -96,15 +94,15 @@ class TokenEmbedding(nn.Module, kw_only=True):
     """Returns [B, T, D] for ids [B, T]. An id outside [0, V) gives a row of NaNs, never another token's row."""
     ids = jnp.where(ids < 0, self.vocab_size, ids)  # `take` counts negative indices from the end, as numpy does
 
-    def rows_of(ids: jax.Array, table: jax.Array) -> jax.Array:
+    def look_up(ids: jax.Array, table: jax.Array) -> jax.Array:
       # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
       return jnp.take(table.astype('float32'), ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
 
     if current_layer_scope().scatters_gradients and self.activation_split_dims is not None:
       token_split_dims = self.activation_split_dims[:2]
-      x = multiply_gathered(rows_of, ids, self.table, self.dtype, self.table_split_dims, token_split_dims)
+      x = multiply_gathered(look_up, ids, self.table, self.dtype, self.table_split_dims, token_split_dims)
     else:
-      x = rows_of(ids, constrain(self.table, self.lookup_split_dims))
+      x = look_up(ids, constrain(self.table, self.lookup_split_dims))
     if self.scale_sqrt_depth:
       x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
     return constrain(x, self.activation_split_dims)
@@ -117,9 +115,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
     """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
 
-    With an adapter of the softmax kernel all logits are computed at once.
+    If the softmax kernel has an adapter, all logits are computed at once.
     """
-    if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
+    if self.adapted is not None:  # a loop must not read this module's variables and rngs, as an adapter does
       return predicted_label_scores({'logits': self.attend(x)}, labels)
     kernel, logits_of = self.logits_function(x)
 
@@ -129,7 +127,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     return in_chunks(scores_of, kernel, x, labels, num_chunks=num_chunks)
 
   def logits_function(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Returns (the kernel, function of it and of a part of x that computes its logits)."""
+    """Returns (kernel, function (kernel, part of x) -> its logits)."""
     kernel = self.table if self.tied else self.softmax_kernel
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None

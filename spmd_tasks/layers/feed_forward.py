@@ -1,6 +1,6 @@
 """Feed-forward sublayers of a transformer block: plain and gated.
 
-Both map x [B, T, D] -> ([B, T, D], {}); a mixture of experts returns Statistics of its routing in the dict.
+Both map x [B, T, D] -> ([B, T, D], {}); a mixture of experts returns the Statistics of its routing in the dict.
 
 Shapes: B batch, T sequence, D model, F ffn.
 """
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu_exact': lambda x: jax.nn.gelu(x, approximate=False),
   'relu': jax.nn.relu,
   'silu': jax.nn.silu,
-  'swish': jax.nn.silu,  # as T5X calls it
+  'swish': jax.nn.silu,  # T5X's name
   'squared_relu': lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al., 2021)
   'sigmoid': jax.nn.sigmoid,
   'tanh': jnp.tanh,
@@ -41,7 +41,7 @@ def _clamped_swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
   return (jnp.clip(up, -7.0, 7.0) + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-# Functions of up and gate that are not act(gate) * up.
+# Gated activations of another form than act(gate) * up.
 GATED_ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {'clamped_swiglu': _clamped_swiglu}
 
 
@@ -49,8 +49,8 @@ def check_activation(name: str, *, gated: bool) -> None:
   """Raises a UserError if `hidden_layer` has no activation of that name, with or without a gate."""
   names = {*ACTIVATIONS, *GATED_ACTIVATIONS} if gated else {*ACTIVATIONS}
   if name not in names:
-    remark = ' (it needs a gate)' if name in GATED_ACTIVATIONS else ''
-    raise UserError(f'activation {name!r} is unknown{remark}: choose one of {sorted(names)}.')
+    remark = 'needs a gate' if name in GATED_ACTIVATIONS else 'is unknown'
+    raise UserError(f'activation {name!r} {remark}: choose one of {sorted(names)}.')
 
 
 def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:

@@ -1,8 +1,8 @@
-"""LabelScores: what a language-model loss needs to know of its logits [B, T, V], a few numbers per token.
+"""LabelScores: what a language-model loss reads of the logits [B, T, V], a few numbers per token.
 
-`in_chunks` computes them for a part of the tokens at a time, without ever holding all logits. With a
-vocabulary of 128,256 the float32 logits of a row of 8,192 tokens are 4.2 GB, and their gradient is as large. The
-backward pass computes each part again (a product with the softmax kernel, 2% of the step of an 8B model).
+`in_chunks` computes them for a part of the tokens at a time, so that all logits are never in memory. With a vocabulary
+of 128,256, the float32 logits of a row of 8,192 tokens take 4.2 GB, and so does their gradient. The backward pass
+recomputes each chunk (a product with the softmax kernel, 2% of the step of an 8B model).
 
 Shapes: B batch, T sequence, D model, V vocab, N chunks.
 """
@@ -18,13 +18,13 @@ from spmd_tasks.errors import UserError
 
 
 class LabelScores(struct.PyTreeNode):
-  """The numbers that a loss needs of logits [..., V] and labels [...]; float32 [...], but for `is_known`.
+  """The numbers that a loss needs of logits [..., V] and labels [...]: float32 [...], except `is_known`.
 
   Fields:
     log_normalizer: logsumexp of the logits.
-    label_logit: the logit of the label; 0 if there is no such token.
-    mean_logit: the mean of all logits, which label smoothing needs.
-    highest_other: the highest logit but for the label's, without a gradient.
+    label_logit: the logit of the label; 0 if the label is not in [0, V).
+    mean_logit: the mean of all logits, for label smoothing.
+    highest_other: the highest logit except the label's, without a gradient.
     is_known: bool, whether the label is in [0, V).
     vocab_size: V, an int.
   """
@@ -55,28 +55,32 @@ def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
 
 
 def predicted_label_scores(predictions: Mapping[str, Any], labels: jax.Array) -> LabelScores:
-  """Returns the `label_scores` of a model's predictions [B, T], or those of its `logits` [B, T, V]."""
+  """Returns the `label_scores` [B, T] of a model's predictions, or computes them from its `logits` [B, T, V]."""
   scores = predictions.get('label_scores')
   return label_scores(predictions['logits'], labels) if scores is None else scores
 
 
-def in_chunks(function: Callable[..., Any], weights: Any, *given: jax.Array, num_chunks: int) -> Any:
-  """Returns function(weights, *given) of logits [B, T, V], computed for T / N tokens of each row at a time.
+def in_chunks(function: Callable[..., Any], weights: Any, *arrays: jax.Array, num_chunks: int) -> Any:
+  """Computes function(weights, *arrays) for T / N tokens of each row at a time.
 
-  Chunk n has the tokens n, n + N, n + 2 N, ... of a row, so that devices that share a sequence share every chunk.
+  Chunk n has tokens n, n + N, n + 2 N, ... of a row, so that every device that holds a part of a row computes a part of
+  every chunk.
 
   Args:
-    function: returns a tree of [..., B, t] for t tokens.
-    weights: of the logits, a tree of arrays; their gradients are summed over the chunks in their own dtype.
-    given: [B, T, ...] each.
-    num_chunks: N. A UserError if it does not divide T.
+    function: returns a tree of arrays [..., B, t] for t tokens.
+    weights: a tree of arrays; their gradients are summed over the chunks in their own dtype.
+    arrays: [B, T, ...].
+    num_chunks: N.
+
+  Raises:
+    UserError: `num_chunks` does not divide T.
   """
-  num_rows, length = given[0].shape[:2]
-  if num_chunks < 1 or length % num_chunks:
+  num_rows, length = arrays[0].shape[:2]
+  if length % num_chunks:
     raise UserError(
       f'num_logit_chunks={num_chunks} must divide the {length} tokens of a row: choose a divisor, or 1 for all at once.'
     )
-  chunks = [jnp.moveaxis(x.reshape(num_rows, -1, num_chunks, *x.shape[2:]), 2, 0) for x in given]
+  chunks = [jnp.moveaxis(x.reshape(num_rows, -1, num_chunks, *x.shape[2:]), 2, 0) for x in arrays]
   function = jax.checkpoint(function, prevent_cse=False)
-  found = jax.lax.map(lambda xs: function(weights, *xs), chunks)
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], length), found)
+  results = jax.lax.map(lambda xs: function(weights, *xs), chunks)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], length), results)

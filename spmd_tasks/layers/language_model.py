@@ -25,20 +25,20 @@ class LanguageModel(WithSublayers, kw_only=True):
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
     positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
-    position_bias: a RelativePositionBias, which all layers of `stack` share; None: they have none, or their own.
-    dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
+    position_bias: a RelativePositionBias that all layers of `stack` share; None if layers have none, or their own.
+    dropout_rate: of the embeddings and of the final norm's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
-    masks_zeros: whether the inputs of all sublayers are zeros at tokens 0, but for one that begins a row or that
-      another token follows (Flaxformer's mask; it decides which padding the experts of a mixture compute).
-    num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
-      memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
-      divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.
-    scatters_gradients: whether the gradients of kernels that are split over the tokens' devices are reduce-scattered
-      by collectives that are written out, or summed as XLA chooses. Worth it on TPUs on a mesh with a `replica` axis;
-      see scattered_gradients.py.
-    balances_tokens: where tokens are split over devices, whether the stack has them in the order that balances causal
-      attention; otherwise each layer brings its queries into that order and back. T must be a multiple of 2 devices.
-      Numbers stay, but for dropout and for experts with a capacity, which drop tokens by their order.
+    masks_zeros: whether the inputs of all sublayers are zeroed at tokens of id 0, except the first of a row and one
+      that another token follows (Flaxformer's mask, which decides which padding the experts of a mixture compute).
+    num_logit_chunks: if more than 1 and the batch has `labels`, the logits are computed in so many chunks of tokens,
+      and the model returns `label_scores` in place of `logits`. It must divide T. Set it if B x T x V is large: float32
+      logits of 8,192 tokens and 128,256 words take 4.2 GB.
+    scatters_gradients: whether gradients of kernels that are sharded over the tokens' devices are reduce-scattered by
+      explicit collectives, or summed as XLA chooses. Faster on TPUs on a mesh with a `replica` axis; see
+      scattered_gradients.py.
+    balances_tokens: if a row is split over N devices, whether the stack gets its tokens in the order that balances
+      causal attention; otherwise each layer permutes its queries and back. T must be divisible by 2 N. Results are the
+      same, except for dropout and for experts with a capacity, which drop tokens by their order.
   """
 
   embedding: TokenEmbedding
@@ -53,25 +53,18 @@ class LanguageModel(WithSublayers, kw_only=True):
   scatters_gradients: bool = False
   balances_tokens: bool = False
 
-  def __post_init__(self):
-    if self.num_logit_chunks < 1:
-      raise UserError(
-        f'num_logit_chunks={self.num_logit_chunks} must be at least 1, which computes all logits at once.'
-      )
-    super().__post_init__()
-
   @nn.compact
   def __call__(self, batch: Mapping[str, jax.Array], train: bool = False) -> dict[str, Any]:
-    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}; with `num_logit_chunks` 'label_scores' for the logits.
+    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}; with `num_logit_chunks`, 'label_scores', not 'logits'.
 
     Args:
-      batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
-        each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
-        `segment_pos`, which `segment_ids` need, positions count from the start of the row. With `logit_columns` int32
-        [B, n] the logits are those of these columns of T only, [B, n, V]; with `logit_rows` int32 [n] those of these
-        rows of B, [n, T, V]. `labels` int32 [B, T] are needed for
-        `num_logit_chunks` only. With `prefix_mask` [B, T] the tokens where it is 1 see one another in both directions,
-        within their document.
+      batch: `ids` int32 [B, T], and optionally
+        `segment_ids`, `segment_pos`: int32 [B, T], the document of each token (0: padding) and its position there.
+          Without both, a row is one document. `segment_ids` need `segment_pos`.
+        `logit_columns`: int32 [B, n]; logits are computed for these columns of T only, [B, n, V].
+        `logit_rows`: int32 [n]; logits are computed for these rows of B only, [n, T, V].
+        `labels`: int32 [B, T], which only `num_logit_chunks` reads.
+        `prefix_mask`: [B, T]; tokens where it is 1 attend to one another in both directions, within their document.
       train: whether dropout is on, which needs the rng `dropout`.
     """
     with layer_scope(scatters_gradients=self.scatters_gradients):
@@ -92,10 +85,9 @@ class LanguageModel(WithSublayers, kw_only=True):
       return run_layer('stack', self.stack, x, **text, train=train)
     if x.shape[1] % (2 * layout.num_tokens) or text.keys() & {'position_bias', 'encoded'}:
       raise UserError(
-        f'balances_tokens needs rows of a multiple of {2 * layout.num_tokens} tokens (these have {x.shape[1]}) and a '
-        'model without relative position biases or encoder: set it to False.'
+        f'balances_tokens needs rows of a number of tokens, here {x.shape[1]}, that {2 * layout.num_tokens} divides, '
+        'and a model without relative position biases or encoder: set it to False.'
       )
-
     x, text = balance_tokens((x, dict(text)), layout)
     with layer_scope(balanced_tokens=True):
       x, aux = run_layer('stack', self.stack, x, **text, train=train)
@@ -105,22 +97,22 @@ class LanguageModel(WithSublayers, kw_only=True):
   def _predict_of(
     self, x: jax.Array, aux: Mapping[str, jax.Array], batch: Mapping[str, Any], text: Mapping[str, Any], train: bool
   ) -> dict[str, Any]:
-    """Returns the predictions of the stack's output x; `text` is what the stack was called with beside it."""
+    """Returns the predictions for the stack's output x; `text` are the stack's other arguments."""
     del text
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
     if 'logit_rows' in batch:
       x = jnp.take(x, batch['logit_rows'], axis=0, mode='clip')
     x = self._dropout(self.final_norm(x), train)
-    beside = {'aux': dict(aux), **self._beside_logits(x)}
+    others = {'aux': dict(aux), **self._other_predictions(x)}
     if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
       scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
-      return {'label_scores': scores, **beside}
-    return {'logits': self.embedding.attend(x), **beside}
+      return {'label_scores': scores, **others}
+    return {'logits': self.embedding.attend(x), **others}
 
   @nn.nowrap
-  def _beside_logits(self, x: jax.Array) -> dict[str, jax.Array]:
-    """Returns what else a subclass computes of the final norm's output."""
+  def _other_predictions(self, x: jax.Array) -> dict[str, jax.Array]:
+    """Returns further predictions of a subclass, computed from the final norm's output."""
     del x
     return {}
 
@@ -128,7 +120,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   def _embed(
     self, batch: Mapping[str, jax.Array], prefix: str, train: bool
   ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Returns the embeddings, segment ids and positions of the entries of the batch with this prefix."""
+    """Returns (embeddings, segment ids, positions) of the batch's entries with this prefix."""
     ids, segment_ids, segment_pos = (batch.get(prefix + name) for name in ('ids', 'segment_ids', 'segment_pos'))
     assert ids is not None
     if segment_pos is None:
@@ -145,7 +137,7 @@ class LanguageModel(WithSublayers, kw_only=True):
 
   @nn.nowrap
   def _context(self, batch: Mapping[str, jax.Array], train: bool) -> tuple[dict[str, Any], Mapping[str, jax.Array]]:
-    """Returns what the stack is called with beside the text, without Nones, and the aux of what computed it."""
+    """Returns (further arguments of the stack, aux of the layers that computed them)."""
     del train
     bias = None if self.position_bias is None else self.position_bias()
     context = {'position_bias': bias, 'prefix_mask': batch.get('prefix_mask')}
@@ -161,6 +153,6 @@ class LanguageModel(WithSublayers, kw_only=True):
 
 
 def join_aux(first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns the statistics of two stacks, {name: [L] or [L, E]}: of a name that both have, one layer after another."""
+  """Returns the statistics of two stacks, {name: [L] or [L, E]}; a name that both have is concatenated over layers."""
   both = {name: jnp.concatenate([first[name], second[name]]) for name in first if name in second}
   return {**first, **second, **both}

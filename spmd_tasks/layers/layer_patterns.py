@@ -1,4 +1,4 @@
-"""Stacks whose layers differ: BlockGroup repeats several blocks in turn, StackSequence has stacks one after another.
+"""Stacks of different layers: BlockGroup alternates blocks, StackSequence runs stacks one after another.
 
 Shapes: B batch, T sequence, D model, L layers, E experts.
 """
@@ -15,7 +15,7 @@ from spmd_tasks.layers.transformer import Aux
 
 
 class BlockGroup(WithSublayers, kw_only=True):
-  """Several different blocks in sequence, called as one block, for stacks whose layers alternate.
+  """Runs several blocks in sequence as one block, for stacks of alternating layers.
 
       TransformerStack(block=BlockGroup(blocks=(dense_block, moe_block)), num_layers=12)
 
@@ -37,42 +37,37 @@ class BlockGroup(WithSublayers, kw_only=True):
     train: bool = False,
     **context: Any,
   ) -> tuple[jax.Array, Aux]:
-    """Returns ([B, T, D], aux): each of the statistics stacked over the blocks that report it, [n, ...]."""
+    """Returns ([B, T, D], aux); each statistic is stacked over the blocks that report it, [n, ...]."""
     parts: dict[str, list[Statistics]] = {}
     for i, template in enumerate(self.blocks):
       block = template.copy(name=f'block_{i}')
-      given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-      x, aux = run_layer('block', block, x, **given, train=train)
+      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+      x, aux = run_layer('block', block, x, **text, train=train)
       for name, statistics in aux.items():
         parts.setdefault(name, []).append(statistics)
     return x, {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *same) for name, same in parts.items()}
 
 
 class StackSequence(WithSublayers, kw_only=True):
-  """Stacks in sequence, where a model's depth is no repetition of one block. Weights under `stack_0`, `stack_1`, ...
+  """Runs stacks in sequence, for models whose layers are not all alike. Weights under `stack_0`, `stack_1`, ...
 
       StackSequence(stacks=(
         TransformerStack(block=dense_block, num_layers=1),        # DeepSeek: the first layers are dense
-        PipelinedStack(block=moe_block, num_layers=26, ...),      # and the others mixtures of experts
+        PipelinedStack(block=moe_block, num_layers=26, ...),      # and the others are mixtures of experts
       ))
 
-  It has the call signature of one TransformerStack, and each stack compiles one block, whatever its depth. Gemma 3's 26
-  layers, of which every sixth sees the whole text, are 4 groups of 6 (`BlockGroup`) and 2 more.
+  It is called as a TransformerStack is, and each stack compiles one block, whatever its depth. Gemma 3's 26 layers, of
+  which every sixth attends to the whole text, are 4 groups of 6 (`BlockGroup`) and 2 more.
 
-  On a mesh with pipeline stages, a PipelinedStack among the stacks is pipelined. The layers of the others run on all
-  stages at once, each stage with its share of the batch, and their weights are split over the stages and gathered layer
-  by layer; keep these stacks short. KV caches of the stacks may have different lengths, as with windows.
+  On a mesh with pipeline stages, a PipelinedStack among the stacks is pipelined. The layers of other stacks run on all
+  stages at once, each on its part of the batch; their weights are sharded over the stages and gathered layer by layer,
+  so keep these stacks short. KV caches of the stacks may have different lengths, as with attention windows.
 
   Fields:
     stacks: stack(x, segment_ids, segment_pos, train=...) -> x or (x, {name: [L] or [L, E]}).
   """
 
   stacks: tuple[nn.Module, ...]
-
-  def __post_init__(self):
-    if not self.stacks:
-      raise UserError('stacks is empty: give a StackSequence at least one stack of layers.')
-    super().__post_init__()
 
   @nn.compact
   def __call__(
@@ -84,17 +79,17 @@ class StackSequence(WithSublayers, kw_only=True):
     train: bool = False,
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order."""
+    """Returns ([B, T, D], {name of a statistic: [L] or [L, E]}); L counts the layers that report it, in order."""
     parts: dict[str, list[jax.Array]] = {}
     for i, stack in enumerate(self.stacks):
-      given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-      x, aux = run_layer('stack', stack.copy(name=f'stack_{i}'), x, **given, train=train)
+      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+      x, aux = run_layer('stack', stack.copy(name=f'stack_{i}'), x, **text, train=train)
       for name, value in aux.items():
         parts.setdefault(name, []).append(value)
     for name, values in parts.items():
       if len(lengths := {value.shape[1:] for value in values}) > 1:
         raise UserError(
-          f'the stacks of a StackSequence report {name!r} as vectors of different lengths, '
+          f'the stacks of a StackSequence report {name!r} as vectors of the lengths '
           f'{sorted(shape[0] for shape in lengths)}: give all mixtures the same number of experts.'
         )
     return x, {name: jnp.concatenate(values) for name, values in parts.items()}

@@ -7,7 +7,7 @@ Shapes: B batch, T sequence, V vocab, L layers, E experts. All results are float
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -23,22 +23,21 @@ import numpy as np
 from spmd_tasks.errors import UserError, is_own, naming_own_code
 from spmd_tasks.layers.base import describe, train_flags
 from spmd_tasks.layers.label_scores import predicted_label_scores
-from spmd_tasks.layers.nextn import total_of_heads
 
 
 class LossOutput(struct.PyTreeNode):
   """The result of a loss.
 
   Fields:
-    loss: scalar, the mean over the batch's tokens, or a sum, which is differentiated.
-    weight: scalar, the denominator of that mean; the weight for averaging over several batches.
-    is_sum: whether `loss` is a sum: those of microbatches are added, whatever their weights.
-    aux_loss: (mean, weight) of the part of `loss` that counts once per step, however many microbatches, where the rest
-      of it is a sum or has another weight: microbatches average it by its own weight. None: there is no such part.
+    loss: scalar, the mean over the batch's tokens, or a sum; it is differentiated.
+    weight: scalar, the denominator of the mean; the weight for averaging over several batches.
+    is_sum: whether `loss` is a sum: sums of microbatches are added, whatever their weights.
+    aux_loss: (mean, weight) of a part of `loss` that microbatches average by its own weight, because the rest is a sum
+      or has another weight; None for no such part.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar, or [E].
     per_example: name -> [B, ...], one value per row.
-    summaries: name -> an array of any shape, of which TensorBoard shows a histogram; a scalar is written like a metric.
-    updated_variables: the new values, after a train step, of the model's variables beside its weights, by collection.
+    summaries: name -> an array of any shape: TensorBoard shows a histogram, a scalar is written like a metric.
+    updated_variables: the model's variables beside its weights after a train step, by collection.
   """
 
   loss: jax.Array
@@ -55,9 +54,9 @@ class StepOutputs(struct.PyTreeNode):
   """What a train or eval step returns beside its metrics, as their entry `outputs`.
 
   Fields:
-    per_example: name -> [B, ...] of the loss, rows of padding included; empty unless they were asked for.
-    is_example: bool [B], whether a row has any loss weight; None where rows have no weights, so that all are examples.
-    summaries: of the loss.
+    per_example: the loss's, with rows of padding; empty unless the step keeps examples.
+    is_example: bool [B], whether a row has any loss weight; None if the batch has no weights: all rows are examples.
+    summaries: the loss's.
   """
 
   per_example: dict[str, jax.Array]
@@ -66,7 +65,7 @@ class StepOutputs(struct.PyTreeNode):
 
   @classmethod
   def of(cls, output: LossOutput, batch: Mapping[str, jax.Array], *, keeps_examples: bool) -> 'dict[str, StepOutputs]':
-    """Returns {'outputs': the outputs}, or {} where there are none."""
+    """Returns {'outputs': StepOutputs}, or {} if there are none."""
     per_example = dict(output.per_example) if keeps_examples else {}
     if not per_example and not output.summaries:
       return {}
@@ -76,12 +75,12 @@ class StepOutputs(struct.PyTreeNode):
 
   def examples(self) -> dict[str, np.ndarray]:
     """Returns the per-example outputs on the host, without rows of padding; waits for the step."""
-    given = jax.device_get(self)
-    rows = slice(None) if given.is_example is None else given.is_example
-    return {name: values[rows] for name, values in given.per_example.items()}
+    outputs = jax.device_get(self)
+    rows = slice(None) if outputs.is_example is None else outputs.is_example
+    return {name: values[rows] for name, values in outputs.per_example.items()}
 
 
-# Names that a line of metrics.jsonl has already.
+# Names that a line of metrics.jsonl already has.
 RESERVED_METRICS = (
   *('loss', 'loss_weight', 'step', 'time', 'skipped', 'grad_norm', 'weight_norm', 'learning_rate'),
   'outputs',  # StepOutputs, beside the metrics of a step
@@ -89,10 +88,16 @@ RESERVED_METRICS = (
 
 
 def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
-  """Returns what a loss, which may be a user's own, has returned as a LossOutput with float32 means and weights.
+  """Converts what a loss returned to a LossOutput with float32 means and weights.
 
-  It is a LossOutput, or a mean over the `num_rows` rows of the batch, a scalar, alone or as (mean, metrics). A metric
-  is (mean, weight), or a mean with the weight of the loss. Raises a UserError if it is something else.
+  Args:
+    loss: for errors.
+    returned: a LossOutput, or the mean over the rows, a scalar, alone or as (mean, metrics). A metric is (mean,
+      weight), or a mean, which gets the weight of the loss.
+    num_rows: the rows of the batch.
+
+  Raises:
+    UserError: `returned` is something else.
   """
   output = returned
   if not isinstance(returned, LossOutput):
@@ -114,11 +119,11 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
         f'the loss {name} returned the {field} {describe(value)}: give a dict by name, a string{without}.'
       )
   weight = jnp.asarray(output.weight, jnp.float32)
-  metrics = {each: _as_metric(name, each, value, weight) for each, value in output.metrics.items()}
-  for each, rows in output.per_example.items():
+  metrics = {metric: _as_metric(name, metric, value, weight) for metric, value in output.metrics.items()}
+  for key, rows in output.per_example.items():
     if jnp.ndim(rows) < 1 or len(rows) != num_rows:
       raise UserError(
-        f'the loss {name} returned {each!r} as {describe(rows)} in per_example: it must have one value for each of the '
+        f'the loss {name} returned {key!r} as {describe(rows)} in per_example: it must have one value for each of the '
         f'{num_rows} rows.'
       )
   aux_loss = output.aux_loss
@@ -128,14 +133,14 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
 
 
 def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (mean, weight) of a metric that a loss has returned."""
+  """Converts a metric that a loss returned to (mean, weight)."""
   mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, weight)
   numbers = (jax.Array, np.ndarray, np.generic, int, float)
   is_pair = isinstance(mean, numbers) and isinstance(weight, numbers) and jnp.shape(weight) in ((), jnp.shape(mean))
   if not is_pair or jnp.ndim(mean) > (1 if isinstance(value, tuple) else 0):
     raise UserError(
-      f'the loss {loss} returned the metric {name!r} as {describe(value)}: a metric is a mean, a scalar, or (mean, its '
-      'weight); of one value per row take jnp.mean.'
+      f'the loss {loss} returned the metric {name!r} as {describe(value)}: return a scalar mean, such as jnp.mean '
+      'of one value per row, or (mean, weight).'
     )
   return jnp.asarray(mean, jnp.float32), jnp.asarray(weight, jnp.float32)
 
@@ -146,8 +151,7 @@ class Loss(Protocol):
 
   A user's loss is a plain function, which `as_loss` wraps. Subclass `Loss` to override a hook.
 
-  In the hooks, `task` is the Task that calls, `variables` are its model's by collection, and `batch` is a dict of
-  arrays [B, ...] by name.
+  In the hooks, `task` is the Task, `variables` are its model's by collection, and `batch` is a dict of arrays [B, ...].
   """
 
   @abc.abstractmethod
@@ -171,7 +175,7 @@ class Loss(Protocol):
     return is_own(self)
 
   def check_weights(self, weight_specs: Any) -> None:
-    """Called once, with a WeightSpec per weight. Raises a UserError if weights are trained that must stay frozen."""
+    """Called once, with a WeightSpec per weight. Raises a UserError if a trained weight must be frozen."""
     del weight_specs
 
   def prepare_batch(
@@ -199,10 +203,10 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionLoss(Loss):
-  """A Loss that calls a function `(predictions, batch)`, as a user's own loss. `as_loss` makes it.
+  """Wraps a function `(predictions, batch)` as a Loss; see `as_loss`.
 
   Attributes:
-    function: returns what `as_loss_output` takes. It may have an argument `train`, as Loss.__call__ has.
+    function: returns what `as_loss_output` takes. It may have an argument `train`, as Loss.__call__ may.
   """
 
   function: Callable[..., Any]
@@ -219,7 +223,7 @@ class FunctionLoss(Loss):
 
 
 def as_loss(loss: Loss | Callable[..., Any]) -> Loss:
-  """Returns a Loss as it is, and a function `(predictions, batch)` as a FunctionLoss."""
+  """Wraps a function `(predictions, batch)` as a FunctionLoss; returns a Loss unchanged."""
   return loss if isinstance(loss, Loss) else FunctionLoss(loss)
 
 
@@ -230,10 +234,10 @@ def _call(loss: Callable[..., Any], predictions: Any, batch: Mapping[str, jax.Ar
 
 
 def _flags_of(loss: Callable[..., Any], train: bool) -> dict[str, bool]:
-  """Returns the train flags that a loss has as arguments, except those that a functools.partial has bound."""
+  """Returns the train flags that are arguments of the loss, except arguments that a functools.partial has bound."""
   try:
     parameters = inspect.signature(loss).parameters
-  except (TypeError, ValueError):  # some functions of C have none
+  except (TypeError, ValueError):  # some C functions have no signature
     return {}
   bound = loss.keywords if isinstance(loss, functools.partial) else {}
   return {name: value for name, value in train_flags(train).items() if name in parameters and name not in bound}
@@ -265,22 +269,21 @@ def losses_by_source(
     return {}
   axes = tuple(range(1, losses.ndim))
   rows = jnp.stack([jnp.sum(losses * weights, axis=axes), jnp.sum(weights, axis=axes)])  # [2, B]
-  # Not a product: a row with a NaN is not to reach the other sources.
+  # Not a product: a NaN in one row must not reach other sources.
   totals, row_weights = jnp.sum(jnp.where(batch['row_sources'].T, rows[:, None, :], 0.0), axis=2)  # [S] each
   return {'loss_by_source': (_divide(totals, row_weights), row_weights)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithAuxLosses(Loss):
-  """The part of a loss that layers report, such as the balance losses of routers.
+  """Base of losses that add what layers report, such as the balance losses of routers.
 
   Fields:
-    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss. Balance losses of routers
-      enter the loss here, once per step: whether the rest of the loss is a mean or a sum, the microbatches of a step
-      average them by their tokens. Every entry's mean over layers is also a metric, without this weight: a scalar, or
-      a vector [E] for an entry with one value per expert.
-    num_aux_layers: how many layers must report each entry of `aux_loss_weights`, over all stages of a pipeline; None:
-      any number. Guards against a mean over fewer layers than the model has (MegaBlocks).
+    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss. Microbatches of a step average
+      these losses by their tokens, whether the rest of the loss is a mean or a sum. Every entry's mean over layers is
+      also a metric, without this weight: a scalar, or a vector [E] for an entry with one value per expert.
+    num_aux_layers: how many layers must report each entry of `aux_loss_weights`, over all stages of a pipeline; None
+      for any number. Guards against a mean over fewer layers than the model has (MegaBlocks).
   """
 
   aux_loss_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -302,14 +305,14 @@ class WithAuxLosses(Loss):
     metrics = dict(metrics)
     for name, values in aux.items():
       mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
-      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers report for a batch of padding
+      mean = jnp.where(weight == 0, 0.0, mean)  # layers may report anything for a batch of padding
       metrics[name] = (mean, weight)
       if name in self.aux_loss_weights:
         loss = loss + self.aux_loss_weights[name] * mean
     return loss, metrics
 
   def _check_aux(self, aux: Mapping[str, jax.Array]) -> None:
-    """Raises a UserError if an aux loss is missing, is a vector, or is not reported by `num_aux_layers` layers."""
+    """Raises a UserError if an aux loss is missing, is a vector, or has not `num_aux_layers` layers."""
     for name in self.aux_loss_weights:
       if name not in aux:
         raise UserError(
@@ -319,7 +322,7 @@ class WithAuxLosses(Loss):
       shape = jnp.shape(aux[name])
       if len(shape) > 1:
         raise UserError(
-          f'the aux loss {name!r} has shape {shape}, but a loss has one value per layer: remove it from '
+          f'the aux loss {name!r} has shape {shape}, but must have one value per layer: remove it from '
           'aux_loss_weights.'
         )
       num_layers = math.prod(shape)
@@ -332,21 +335,23 @@ class WithAuxLosses(Loss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelLoss(WithAuxLosses):
-  """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
+  """Computes the mean of cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
 
-  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016); with
-  `smoothing='others'` 1 - s on the label and s / (V - 1) on every other, and the entropy of the target is subtracted,
-  so that the lowest loss is 0 (Tensor2Tensor, T5X). The z-loss keeps the softmax's normalizer near 1 (Chowdhery et al.,
-  2022). The metric `cross_entropy` and its per-example value include neither, so exp(cross_entropy) is the perplexity.
-  A label outside [0, V) makes the loss NaN, except where its weight is 0, as that of a label -100 for "ignore" must be.
-  For a mixture of inputs, the metric `loss/<source>` is the loss on the tokens of one source, without aux losses.
+  With label smoothing s, the target is 1 - s on the label plus s / V on every token (Szegedy et al., 2016). With
+  `smoothing='others'`, it is 1 - s on the label and s / (V - 1) on every other token, and the entropy of the target is
+  subtracted, so that the lowest loss is 0 (Tensor2Tensor, T5X). The z-loss keeps the softmax's normalizer near 1
+  (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value include neither: exp(cross_entropy) is
+  the perplexity. A label outside [0, V) makes the loss NaN unless its weight is 0: mask labels -100 ("ignore") out. For
+  a mixture of inputs, the metric `loss/<source>` is the loss on the tokens of one source, without aux losses.
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
     smoothing: 'all' or 'others', the tokens that share s.
-    normalization: 'tokens', the mean; 'sum' over the tokens, or a number, by which the sum is divided (T5X's
-      `loss_normalizing_factor`: None or a number); 'all_tokens', the sum divided by B * T, padding included; or
-      'sequences', the mean over documents of their means over tokens. The metrics are means over tokens in all cases.
+    normalization: metrics are always means over tokens; the loss is
+      'tokens': the mean over tokens.
+      'sum', or a number: the sum over tokens, divided by the number (T5X's `loss_normalizing_factor`).
+      'all_tokens': the sum over tokens divided by B * T, padding included.
+      'sequences': the mean over documents of their means over tokens.
     aux_loss_weights, num_aux_layers: as in WithAuxLosses.
   """
 
@@ -369,11 +374,11 @@ class LanguageModelLoss(WithAuxLosses):
     """Computes the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V], or in their place `label_scores`, the LabelScores [B, T] of logits and
-        labels; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights`
-        needs, and `nextn` and `nextn_loss_weight` of heads (layers/nextn.py).
+      predictions: `logits` float [B, T, V], or the LabelScores [B, T] as `label_scores`. Optionally `aux` {name:
+        scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights` reads, and `nextn` and
+        `nextn_loss_weight` of heads (layers/nextn.py).
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
-        T] in [0, T], the document of each token; without them a row is one document.
+        T] in [0, T], the document of each token; without them, a row is one document.
     """
     weights = batch['weights'].astype(jnp.float32)
     scores = predicted_label_scores(predictions, batch['labels'])
@@ -386,7 +391,7 @@ class LanguageModelLoss(WithAuxLosses):
         others = scores.vocab_size - 1
         low = smoothing / others
         entropy = -(1.0 - smoothing) * math.log1p(-smoothing) - smoothing * math.log(low + 1e-20)
-        smoothing += low  # this share of all tokens leaves 1 - s on the label
+        smoothing += low  # spread over all tokens, it leaves 1 - s on the label
       uniform = log_normalizer - scores.mean_logit  # cross-entropy to the uniform distribution
       objective = (1.0 - smoothing) * cross_entropy + smoothing * uniform - entropy
     # A tie with another logit counts as wrong, so that a collapsed model does not look perfect.
@@ -395,7 +400,7 @@ class LanguageModelLoss(WithAuxLosses):
     if self.z_loss_weight:
       per_token['z_loss'] = self.z_loss_weight * jnp.square(log_normalizer)
       objective = objective + per_token['z_loss']
-    # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
+    # One sum over a stack: if B is sharded, separate sums would be separate all-reduces.
     stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
@@ -412,12 +417,12 @@ class LanguageModelLoss(WithAuxLosses):
       loss = totals[0] / divisor
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
     if heads := predictions.get('nextn'):
-      total = total_of_heads(heads, batch, _shares_of_documents if self.normalization == 'sequences' else None)
+      total = total_loss_of_heads(heads, batch, _shares_of_documents if self.normalization == 'sequences' else None)
       metrics['nextn_loss'] = (_divide(total, loss_weight), loss_weight)
       loss += predictions['nextn_loss_weight'] * (_divide(total, loss_weight) if divisor is None else total / divisor)
     metrics |= losses_by_source(objective, weights, batch)
     aux_loss, metrics = self.add_aux_losses(jnp.float32(0), weight, metrics, predictions.get('aux', {}))
-    # By a sum of its own, which accumulation over microbatches computes beforehand, without the model.
+    # A sum of its own, which accumulation over microbatches computes in advance, without the model.
     own_weight = jnp.sum(weights) if self.aux_loss_weights and self.normalization != 'tokens' else None
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
     return LossOutput(
@@ -430,12 +435,38 @@ class LanguageModelLoss(WithAuxLosses):
     )
 
 
+def total_loss_of_heads(
+  heads: Sequence[Mapping[str, Any]], batch: Mapping[str, jax.Array], shares: Callable[..., jax.Array] | None
+) -> jax.Array:
+  """Returns the cross-entropy, summed over the batch's tokens and averaged over heads.
+
+  A predicted token has its own loss weight, or 0 if it is of another document. `shares`, a function (weights, segment
+  ids), returns the weights to use instead.
+  """
+  labels, weights = batch['labels'], batch['weights'].astype(jnp.float32)
+  segment_ids, totals = batch.get('segment_ids', jnp.ones_like(labels)), []
+  for num, head in enumerate(heads, start=1):
+    is_same = (segment_ids == shift(segment_ids, num)) & (segment_ids > 0)
+    token_weights = jnp.where(is_same, shift(weights, num), 0.0)
+    if shares is not None:
+      token_weights = shares(token_weights, batch.get('segment_ids'))
+    scores = predicted_label_scores(head, shift(labels, num))
+    cross_entropy = jnp.where(scores.is_known, scores.log_normalizer - scores.label_logit, jnp.nan)
+    totals.append(jnp.sum(jnp.where(token_weights == 0, 0.0, cross_entropy * token_weights)))
+  return jnp.mean(jnp.stack(totals))
+
+
+def shift(x: jax.Array, num: int) -> jax.Array:
+  """Returns x [B, T] shifted left by `num` positions, padded with zeros."""
+  return jnp.pad(x[:, num:], ((0, 0), (0, min(num, x.shape[1]))))
+
+
 def _shares_of_documents(weights: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-  """Returns [B, T]: the weights divided by the sum of those of their document; 0 where that is 0."""
+  """Returns the weights [B, T] divided by the sum of weights of their document, or 0 if the sum is 0."""
   if segment_ids is None:
     return _divide(weights, jnp.sum(weights, axis=-1, keepdims=True))
 
-  def sums_of(weights: jax.Array, ids: jax.Array) -> jax.Array:
+  def document_sums(weights: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.ops.segment_sum(weights, ids, num_segments=len(ids) + 1)[ids]
 
-  return _divide(weights, jax.vmap(sums_of)(weights, segment_ids))
+  return _divide(weights, jax.vmap(document_sums)(weights, segment_ids))

@@ -1,12 +1,12 @@
-"""NextnHead: predicts the token behind the next one, of the model's activations and the next token (DeepSeek-V3).
+"""NextnHead: predicts the token after the next one, from the activations and the next token (DeepSeek-V3).
 
-Heads in a row predict one token further each: head k gets the activations of head k - 1. In training they teach the
-model to look ahead; in generation they guess tokens that a step then checks (decoding/nextn_drafts.py).
+Head k gets the activations of head k - 1, and predicts one token further. In training, heads teach the model to look
+ahead; in generation, they draft tokens, which a step then verifies (decoding/nextn_drafts.py).
 
 Shapes: B batch, T sequence, D model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,25 +14,24 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, current_layer_scope, run_layer
-from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.language_model import LanguageModel, join_aux
 from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.losses import shift
 from spmd_tasks.sharding import SplitDims, constrain
 
-HIDDEN = 'hidden'  # in `new_cache`, what logits are computed from
+HIDDEN = 'hidden'  # in `new_cache`, the activations from which logits are computed
 
 
 class NextnHead(WithSublayers, kw_only=True):
   """final_norm(stack([embedding_norm(e); hidden_norm(h)] . projection)): a module of arXiv 2412.19437, section 2.2.
 
-  The order of the two halves is that of the published weights (`eh_proj`), whose first half is the embedding's. h is
-  what logits are computed from, after the final norm, as in vLLM and Megatron. The model's embedding makes e of tokens
-  and logits of the result.
+  As in the published weights (`eh_proj`), the embedding is the first half. h are the activations after the final norm,
+  as in vLLM and Megatron. The model's embedding embeds the tokens as e, and computes the logits.
 
   Weights under `embedding_norm`, `hidden_norm`, `projection`, `stack` and `final_norm`.
 
   Fields:
-    stack: as of a LanguageModel; DeepSeek-V3 has one block.
+    stack: as in LanguageModel; DeepSeek-V3 has one block.
     norm: template of the three norms.
     split_dims, activation_split_dims: of the projection's kernel [2 D, D] and its output.
   """
@@ -48,7 +47,7 @@ class NextnHead(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     """Returns ([B, T, D], aux of the stack) for the activations h and the embeddings of the following tokens."""
     norm = lambda name, x: self.norm.copy(name=name)(x)
-    # Or the compiler would split the model's own sums as the projection is split: other bits with heads than without.
+    # Otherwise XLA would shard the model's own sums as the projection is: other bits with heads than without.
     hidden = constrain(hidden, self.activation_split_dims)
     halves = norm('embedding_norm', embedded), norm('hidden_norm', hidden.astype(embedded.dtype))
     projection = Linear(
@@ -64,17 +63,17 @@ class NextnHead(WithSublayers, kw_only=True):
 
 
 class NextnLanguageModel(LanguageModel, kw_only=True):
-  """A LanguageModel with heads in a row, of which number k (from 0) predicts the token k + 2 places on.
+  """A LanguageModel with a chain of heads; head k (from 0) predicts the token k + 2 positions ahead.
 
-  Where the batch has labels, the predictions have `nextn`: of each head what the model has of the next token. In
-  generation, a batch with `returns_hidden` gets what the logits are computed from in `new_cache`, and one with `hidden`
-  [B, T, D] and the tokens that follow as `ids` the logits of head number `nextn`; see decoding/nextn_drafts.py.
+  If the batch has labels, the predictions have `nextn`, a list with the logits or label scores of each head. In
+  generation, a batch with `returns_hidden` writes the activations h to `new_cache`, and a batch with `hidden` [B, T, D]
+  and the tokens that follow as `ids` returns the logits of head number `nextn`; see decoding/nextn_drafts.py.
 
   Fields:
     num_nextn_predict_layers: how many heads; Hugging Face's name. Their weights are under `nextn_0`, `nextn_1`, ...
     nextn_head: template of the heads.
-    nextn_loss_weight: of the heads' mean cross-entropy in the loss, whose sums are divided as those of the next tokens
-      are. DeepSeek-V3 had 0.3, and 0.1 in the last part of its training.
+    nextn_loss_weight: of the heads' mean cross-entropy in the loss; it is normalized as the loss of the next token is.
+      DeepSeek-V3 has 0.3, and 0.1 in the last part of its training.
   """
 
   num_nextn_predict_layers: int = 1
@@ -123,29 +122,3 @@ class NextnLanguageModel(LanguageModel, kw_only=True):
   @nn.nowrap
   def _head(self, number: int) -> nn.Module:
     return self.nextn_head.copy(name=f'nextn_{number}')
-
-
-def total_of_heads(
-  heads: Sequence[Mapping[str, Any]], batch: Mapping[str, jax.Array], shares: Callable[..., jax.Array] | None
-) -> jax.Array:
-  """Returns the sum of the cross-entropy over the batch's tokens, its mean over heads.
-
-  A token that a head predicts counts as it does where it is the next one, one of another document does not; `shares` of
-  (weights, segment ids) gives them other weights.
-  """
-  labels, weights = batch['labels'], batch['weights'].astype(jnp.float32)
-  segment_ids, totals = batch.get('segment_ids', jnp.ones_like(labels)), []
-  for num, head in enumerate(heads, start=1):
-    is_same = (segment_ids == shift(segment_ids, num)) & (segment_ids > 0)
-    of_tokens = jnp.where(is_same, shift(weights, num), 0.0)
-    if shares is not None:
-      of_tokens = shares(of_tokens, batch.get('segment_ids'))
-    scores = predicted_label_scores(head, shift(labels, num))
-    cross_entropy = jnp.where(scores.is_known, scores.log_normalizer - scores.label_logit, jnp.nan)
-    totals.append(jnp.sum(jnp.where(of_tokens == 0, 0.0, cross_entropy * of_tokens)))
-  return jnp.mean(jnp.stack(totals))
-
-
-def shift(x: jax.Array, num: int) -> jax.Array:
-  """Returns x [B, T] with every row's entries `num` places on; zeros where there is none."""
-  return jnp.pad(x[:, num:], ((0, 0), (0, min(num, x.shape[1]))))

@@ -29,8 +29,8 @@ class RmsNorm(nn.Module, kw_only=True):
   Weight: `scale` [D], or [H, K] for two dims.
 
   Fields:
-    epsilon: avoids a division by zero.
-    scale_plus_one: whether x is multiplied by 1 + scale, with a scale that starts at zero, so that weight decay pulls
+    epsilon: added to the mean square.
+    scale_plus_one: whether x is multiplied by 1 + scale, with a scale initialized to zero, so that weight decay pulls
       the factor to 1 (Gemma; Pax's default).
     num_dims: how many trailing dims are normalized together: 2 for all heads of [..., H, K] (OLMo 2, OLMoE).
     dtype: of the output.
@@ -60,7 +60,8 @@ class LayerNorm(nn.Module, kw_only=True):
 
   Weights: `scale` [D] and, with `use_bias`, `bias` [D].
 
-  Fields: as in RmsNorm, and `use_bias`.
+  Fields: as in RmsNorm, and
+    use_bias: whether to add a bias.
   """
 
   epsilon: float = 1e-6

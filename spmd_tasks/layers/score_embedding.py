@@ -1,4 +1,4 @@
-"""ScoreEmbedding: a token embedding whose logits are scores of a text, not of the next token.
+"""ScoreEmbedding: a token embedding whose logits score the text instead of the next token.
 
 Shapes: B batch, T sequence, D model, N labels.
 """
@@ -12,12 +12,12 @@ from spmd_tasks.sharding import SplitDims
 
 
 class ScoreEmbedding(TokenEmbedding, kw_only=True):
-  """In place of TokenEmbedding in a LanguageModel: its `logits` [B, T, N] are the scores of the text up to each token.
+  """Replaces TokenEmbedding in a LanguageModel: `logits` [B, T, N] are the scores of the text up to each token.
 
   Weights: `table` [V, D] and `score_kernel` [D, N], as in Hugging Face's `...ForSequenceClassification`.
 
   Fields:
-    num_labels: N; 0: there is no head, and the logits are the final activations [B, T, D].
+    num_labels: N; 0 for no head: the logits are then the final activations [B, T, D].
     score_split_dims: of `score_kernel`.
   """
 

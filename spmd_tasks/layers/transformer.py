@@ -7,7 +7,7 @@ The sublayers of a block are Linen modules given as fields, so a config replaces
     ffn(x, segment_ids, train=...) -> ([B, T, D], aux)
     norm(x) -> [B, T, D]
 
-`aux` maps names to Statistics of the tokens. The stack turns them into one number per layer: `name -> [L]`.
+`aux` maps names to Statistics of the tokens. The stack turns them into one number per layer, `name -> [L]`.
 
 Shapes: B batch, T sequence, D model, L layers.
 """
@@ -99,14 +99,14 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
-  """Returns the `jax.checkpoint` policy of that name, None for 'none'; a UserError if there is no such name."""
+  """Returns the `jax.checkpoint` policy of this name, None for 'none'. Raises a UserError for an unknown name."""
   if name not in REMAT_POLICIES:
     raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
   return REMAT_POLICIES[name]
 
 
 def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
-  """Returns what enters a layer, with the names that the remat policy of that name knows."""
+  """Names the input of a layer for the remat policy `policy`."""
   if policy not in _MOVED_PARTS:
     return checkpoint_name(x, LAYER_INPUT_NAME)
   moved, kept = jnp.split(x, [x.shape[-1] // _MOVED_PARTS[policy]], axis=-1)
@@ -117,16 +117,16 @@ def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
 class TransformerBlock(WithSublayers, kw_only=True):
   """Pre-norm block: x + attention(norm(x)), in a decoder x + cross_attention(norm(x)), then x + ffn(norm(x)).
 
-  Weights under `attention`, `ffn`, with `pre_norm` (Xiong et al., 2020) also `attention_norm` and `ffn_norm`, with
-  `post_norm` also `attention_post_norm` and `ffn_post_norm`; those of `cross_attention` alike. The
-  residual stream keeps the dtype of the block's input (the embedding's), whatever dtype the sublayers compute in.
+  Weights under `attention` and `ffn`; with `pre_norm` (Xiong et al., 2020) also `attention_norm` and `ffn_norm`; with
+  `post_norm` also `attention_post_norm` and `ffn_post_norm`; likewise for `cross_attention`. The residual stream keeps
+  the dtype of the block's input (the embedding's), whatever dtype the sublayers compute in.
 
   Fields:
     attention, ffn: the sublayers.
-    cross_attention: the sublayer that attends to an encoder's text, `Attention(cross=True)`; None: there is none.
+    cross_attention: the sublayer that attends to an encoder's text, `Attention(cross=True)`; None for none.
     norm: template of all norms.
-    pre_norm, post_norm: whether each sublayer's input is normalized, and its output, before it is added to the residual
-      stream: both (Ding et al., 2021; Primer, Gemma 2), or the output alone (OLMo 2).
+    pre_norm, post_norm: whether each sublayer's input is normalized, and its output before it is added to the residual
+      stream: both (Ding et al., 2021; Primer, Gemma 2), or only the output (OLMo 2).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
     activation_split_dims: of the residual stream.
@@ -158,7 +158,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux of the sublayers) for x [B, T, D]; the other arguments are those of Attention.
 
-    Where `token_mask` [B, T] is False, the inputs of all sublayers are zeros, and `ffn` sees padding.
+    Where `token_mask` [B, T] is False, the inputs of all sublayers are zeroed, and `ffn` treats the token as padding.
     """
     if encoded is not None and self.cross_attention is None:
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
@@ -190,17 +190,17 @@ class TransformerBlock(WithSublayers, kw_only=True):
 
 
 class TransformerStack(WithSublayers, kw_only=True):
-  """`num_layers` blocks of one shape, each with its own weights; every weight is stacked, [L, ...], under `layers`.
+  """Runs `num_layers` blocks of one shape, each with its own weights, which are stacked, [L, ...], under `layers`.
 
-  With `scan=True` one compiled block runs L times, so that trace and compile time do not grow with depth. With
-  `scan=False` the loop is unrolled: XLA can schedule each layer separately. Both are one `nn.scan`, so the tree of
-  weights and its shapes are the same, and checkpoints move between the two.
+  With `scan=True`, one compiled block runs L times, so that trace and compile time do not grow with depth. With
+  `scan=False`, the loop is unrolled, so that XLA can schedule each layer separately. Both are one `nn.scan` with the
+  same tree of weights, so checkpoints of one fit the other.
 
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
-    scan: whether the compiled program has a loop over layers, or L copies of its body. What generates text on a GPU has
-      copies always: a loop would copy each layer's weights, see decoding/weight_storage.py.
+    scan: whether the compiled program has a loop over layers, or L copies of its body. Programs that generate on a GPU
+      always have copies: a loop would copy each layer's weights, see decoding/weight_storage.py.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
   """
 
@@ -225,7 +225,7 @@ class TransformerStack(WithSublayers, kw_only=True):
     train: bool = False,
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); blocks get `context` as it is."""
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); `context` is passed to the blocks."""
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
     given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
     x, aux = layers(self.block.copy(name='layers'), x, given)
@@ -235,7 +235,7 @@ class TransformerStack(WithSublayers, kw_only=True):
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
   """Returns the lifted function (block, x, arguments by name) -> (x, aux [L, ...]) that runs L layers.
 
-  Layers get the KV caches of all layers, with their own number: a loop over caches would copy each layer's.
+  Layers get the KV caches of all layers, and their own number: a scan over caches would copy the cache of each layer.
   """
   cache = current_layer_scope().cache
 
@@ -249,7 +249,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:
-    # prevent_cse adds a barrier against merging recomputation and forward pass, which XLA cannot do inside a loop.
+    # prevent_cse adds a barrier that stops XLA from merging recomputation and forward pass. In a loop, XLA cannot.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
 
   def run(block, x, given):
@@ -262,10 +262,10 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       length=num_layers,
       unroll=num_layers if not scan or (cache is not None and current_platform() == 'gpu') else 1,
       metadata_params={STACK_DIM: 'layers'},
-      # A check that traces a layer twice. The second trace counts random numbers on, and so do the weights of a seed.
+      # The check traces a layer twice, and the second trace continues the rng counters: weights of a seed depend on it.
       check_constancy_invariants=block.is_initializing(),
     )
-    numbers = np.arange(num_layers)  # by numpy: constants where layers are unrolled, which no kernel has to slice
+    numbers = np.arange(num_layers)  # numpy's, so that they are constants in an unrolled loop
     return layers(block, x, given, None if cache is None else numbers)
 
   return run

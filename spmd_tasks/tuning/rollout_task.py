@@ -74,5 +74,5 @@ class LanguageModelWithValues(LanguageModel, kw_only=True):
   """
 
   @nn.nowrap
-  def _beside_logits(self, x: jax.Array) -> dict[str, jax.Array]:
+  def _other_predictions(self, x: jax.Array) -> dict[str, jax.Array]:
     return {'values': _ValueHead(name='value_head')(x)}

@@ -124,7 +124,7 @@ def test_every_aux_entry_is_a_metric_averaged_over_layers(rng):
     assert out.metrics[name][1] == out.weight
   assert out.loss == plain.loss
   loss = LanguageModelLoss(aux_loss_weights={'expert_load': 1.0})
-  with pytest.raises(ValueError, match=r"'expert_load' has shape \(2, 4\), but a loss has one value per layer"):
+  with pytest.raises(ValueError, match=r"'expert_load' has shape \(2, 4\), but must have one value per layer"):
     loss({'logits': logits, 'aux': {'expert_load': jnp.ones((2, 4))}}, batch)
 
 
