@@ -26,19 +26,19 @@ class AdaptedKernel(abc.ABC):
 
   @abc.abstractmethod
   def outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns what takes the place of y = x . kernel, [B, T..., O...], in its dtype; x is [B, T..., I...]."""
+    """Returns the adapted output for y = x . kernel, [B, T..., O...], in its dtype; x is [B, T..., I...]."""
 
   @abc.abstractmethod
   def kernel(self) -> jax.Array:
-    """Returns what takes the place of the kernel, in the dtype of the computation."""
+    """Returns the adapted kernel, in the dtype of the computation."""
 
 
 class WeightAdapter(abc.ABC):
   """Settings of an adapter, a frozen dataclass. A Product, which adapts another.
 
   Attributes:
-    names: the projections that have it, where a layer has several.
-    choices: names by which rows of a batch choose one of several adapters when text is generated, numbered from 1 on.
+    names: the projections that it adapts, for a layer with several.
+    choices: names of adapters that rows of a batch choose from in generation, numbered from 1.
   """
 
   names: tuple[str, ...]
@@ -49,23 +49,23 @@ class WeightAdapter(abc.ABC):
     """Declares the adapter's weights beside a kernel."""
 
   def __call__(self, x: jax.Array, kernel: DeclaredKernel, product: Product = plain_product) -> jax.Array:
-    """Returns what takes the place of y = product(x, kernel)."""
+    """Returns the adapted product(x, kernel)."""
     y = product(x, kernel)
     return self.adapt(kernel).outputs(x, y)
 
   def of_rows(self, numbers: jax.Array) -> 'WeightAdapter':
-    """Returns this adapter for a batch of which row b chooses number numbers[b], int32 [B]; 0 chooses none."""
+    """Returns this adapter for a batch whose row b chooses adapter numbers[b], int32 [B]; 0 chooses none."""
     del numbers
     return self
 
 
 def map_adapters(model: nn.Module, change: Callable[[WeightAdapter], WeightAdapter | None]) -> nn.Module:
-  """Returns an unbound module like `model` with every adapter changed, or left out where `change` returns None."""
+  """Returns an unbound copy of `model` with change(adapter) for every adapter; None removes an adapter."""
   return map_parts(model, WeightAdapter, change)
 
 
 def map_parts(model: nn.Module, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> nn.Module:
-  """Returns an unbound module like `model` with all that is of these classes changed, or left out of lists (None)."""
+  """Returns an unbound copy of `model` with change(part) for every part of these classes; lists omit a None."""
 
   def mapped(value: Any) -> Any:
     if isinstance(value, kinds):
@@ -79,19 +79,19 @@ def map_parts(model: nn.Module, kinds: type | tuple[type, ...], change: Callable
       return value
     fields = [field.name for field in dataclasses.fields(value) if field.init and field.name not in ('parent', 'name')]
     new = {name: mapped(getattr(value, name)) for name in fields}
-    new = {name: each for name, each in new.items() if each is not getattr(value, name)}
+    new = {name: field for name, field in new.items() if field is not getattr(value, name)}
     return value.clone(**new) if new else value
 
   return mapped(model)
 
 
 def adapter_choices(model: nn.Module) -> tuple[str, ...]:
-  """Returns the names of the adapters that rows of a batch can choose from, in the order of their numbers from 1 on."""
-  found: dict[tuple[str, ...], None] = {}
+  """Returns the names of the adapters that rows of a batch can choose from, in the order of their numbers from 1."""
+  choices: list[tuple[str, ...]] = []
 
-  def look(adapter: WeightAdapter) -> WeightAdapter:
-    found[adapter.choices] = None
+  def collect(adapter: WeightAdapter) -> WeightAdapter:
+    choices.append(adapter.choices)
     return adapter
 
-  map_adapters(model, look)
-  return next((choices for choices in found if choices), ())
+  map_adapters(model, collect)
+  return next(filter(None, choices), ())

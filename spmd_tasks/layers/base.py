@@ -1,4 +1,4 @@
-"""Tools of every layer: declares weights, copies templates of sublayers, sums statistics, and the scope of a call.
+"""What every layer uses: declared weights, templates of sublayers, statistics, and the scope of a call.
 
 `Linear` (linear.py) is a short example of a layer. Shapes: L layers.
 """
@@ -37,11 +37,14 @@ def declare_weight(
   """Declares a float32 weight of a Linen module, within `setup` or an `@nn.compact` method, and returns its value.
 
   Args:
-    module: under its name the weight lies in the tree of weights.
-    name, shape: the weight's own.
+    module: the module that has the weight.
+    name, shape: of the weight.
     init: draws the initial value, init(rng, shape, dtype).
-    split_dims: one entry per dim, or None for a weight that is not sharded. A UserError if there are others.
+    split_dims: one entry per dim, or None for a weight that is not sharded.
     tags, num_input_dims: see WeightSpec.
+
+  Raises:
+    UserError: `split_dims` has more or fewer entries than the weight has dims.
   """
   if split_dims is not None:
     split_dims = (split_dims,) if isinstance(split_dims, str) else tuple(split_dims)
@@ -57,12 +60,12 @@ def declare_weight(
 class FanInNormal:
   """Initializes a kernel from a truncated normal with variance `scale / fan_in`.
 
-  An input of unit variance then gives an output of variance `scale`.
+  The output then has variance `scale` if the input has unit variance.
 
   Fields:
     scale: variance of the output.
     num_input_dims: `fan_in` is the product of this many dims: 2 for an attention output kernel [H, K, D].
-    num_stacked_dims: leading dims that count separate kernels and are not part of `fan_in`: 1 for experts' [E, D, F].
+    num_stacked_dims: leading dims that stack separate kernels and are not part of `fan_in`: 1 for experts' [E, D, F].
   """
 
   scale: float = 1.0
@@ -71,17 +74,17 @@ class FanInNormal:
 
   def __call__(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any = 'float32') -> jax.Array:
     fan_in = math.prod(shape[self.num_stacked_dims :][: self.num_input_dims])
-    # A standard normal cut at +-2 has this standard deviation. jax.nn.initializers.variance_scaling rounds in `dtype`.
+    # 0.8796... is the standard deviation of a standard normal truncated at +-2. variance_scaling rounds it to `dtype`.
     stddev = math.sqrt(self.scale / max(1, fan_in)) / 0.87962566103423978
     return jax.nn.initializers.truncated_normal(stddev)(rng, shape, dtype)
 
 
 @functools.cache
 def float32_product(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Returns the einsum of two arrays whose result is in float32, and whose gradient is of reverse mode only.
+  """Returns an einsum of two arrays with a float32 result; it has a reverse-mode gradient only.
 
-  It rounds the result's gradient to the arrays' dtype before it multiplies. JAX's own multiplies in float32, which
-  takes a GPU more than twice as long as bfloat16; a TPU rounds in any case.
+  The backward pass rounds the result's gradient to the arrays' dtype. JAX's own multiplies in float32, which takes a
+  GPU more than twice as long as bfloat16; a TPU rounds in any case.
   """
   multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
   product = jax.custom_vjp(multiply)
@@ -95,35 +98,35 @@ def float32_product(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-  """Returns cap * tanh(x / cap), within +-cap and close to x where x is small (Gemma 2, 2024); x without a cap."""
+  """Returns cap * tanh(x / cap), which is within +-cap and close to x for small x (Gemma 2, 2024); x if cap is None."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def dropout(rate: float, *, train: bool, broadcast_dims: tuple[int, ...] = ()) -> nn.Dropout:
-  """Returns Linen's dropout, which is on in training alone. Raises a UserError for a rate that is no share."""
+  """Returns Linen's Dropout, which is active in training only. Raises a UserError for a rate outside [0, 1]."""
   if not 0 <= rate <= 1:
-    raise UserError(f'a dropout rate of {rate} must be from 0 to 1: it is the share of values that are dropped.')
+    raise UserError(f'a dropout rate of {rate} must be from 0 to 1, the fraction of values that are dropped.')
   return nn.Dropout(rate, broadcast_dims=broadcast_dims, deterministic=not train)
 
 
 class WithSublayers(nn.Module):
-  """Base of Linen modules whose fields are templates of sublayers: each template gets its own weights.
+  """Base of Linen modules whose fields are templates of sublayers: each field gets its own weights.
 
-  Linen makes one module with shared weights of one Python object in two fields. Configs do that by accident: a
-  `norm = RmsNorm()` given to the block and to the model, or a Fiddle config referenced twice. This base class copies
-  every template, so that weights are shared only where a layer says so, as TokenEmbedding(tied=True) does.
+  Linen shares the weights of a Python object that is in two fields. Configs do this by accident: a `norm = RmsNorm()`
+  in the block and in the model, or a Fiddle config referenced twice. This base class copies every template, so that
+  weights are shared only if a layer asks for it, as TokenEmbedding(tied=True) does.
   """
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name, None)
-      # A module that already has a parent is bound: Linen itself is at work, and its identity matters.
+      # Linen itself sets modules that already have a parent: they must stay the same objects.
       if field.name != 'parent' and isinstance(value, nn.Module) and value.parent is None:
         object.__setattr__(self, field.name, value.clone(parent=None))
     super().__post_init__()
 
 
-# Arguments of blocks and attentions, beside the text itself, that no layer may ignore -> what of a model gives them.
+# Arguments of blocks and attentions, beside the text, that no layer may ignore -> the part of a model that sets them.
 CONTEXT = {
   'position_bias': 'position biases of all layers',
   'prefix_mask': 'prefixes',
@@ -133,17 +136,22 @@ CONTEXT = {
 
 
 def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple[jax.Array, Mapping[str, Any]]:
-  """Calls a sublayer, or a stack, which may be a user's own, and returns (y, aux); aux is {} for one that returns y.
+  """Calls a sublayer or a stack, which may be a user's own, and returns (y, aux); aux is {} if it returns only y.
 
-  It is called with x and those of `others` that it names. The aux of a sublayer is {name: Statistics}, of the role
-  'stack' {name: [L]}. Raises a UserError, which says its `role`, if it takes or returns something else.
+  Args:
+    role: for errors; 'stack' for a stack, whose aux is {name: [L]}. The aux of a sublayer is {name: Statistics}.
+    layer, x: the layer and its input.
+    others: further arguments; the layer gets those that it names.
+
+  Raises:
+    UserError: the layer takes or returns something else.
   """
   returned = layer(x, **named_arguments(role, layer, **others))
   y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
   if role == 'stack':
     fits, kind = isinstance(aux, Mapping) and getattr(y, 'ndim', None) == x.ndim, '[L]'
   else:
-    is_aux = isinstance(aux, Mapping) and all(isinstance(each, Statistics) for each in aux.values())
+    is_aux = isinstance(aux, Mapping) and all(isinstance(value, Statistics) for value in aux.values())
     fits, kind = is_aux and getattr(y, 'shape', None) == x.shape, 'Statistics'
   if not fits:
     raise UserError(
@@ -154,10 +162,10 @@ def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple
 
 
 def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
-  """Returns those arguments, behind the first, that `layer` names; `train` also by the other names of `train_flags`.
+  """Returns the arguments, after the first, that `layer` names; `train` also by its other names (`train_flags`).
 
-  Raises a UserError if it needs others, or does not take what would change its result (CONTEXT). The log names others
-  that have a default.
+  Logs a warning for arguments that keep their default. Raises a UserError if the layer needs further arguments, or does
+  not take one that would change its result (CONTEXT).
   """
   _, *parameters = signature_of(layer).parameters.values()
   parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
@@ -165,25 +173,25 @@ def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]
   flags = {name: value for name, value in train_flags(named['train']).items() if name in names}
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
     return named | flags
-  others = [each for each in parameters if each.name not in named and each.name not in flags]
-  if needed := [each.name for each in others if each.default is each.empty]:
+  others = [parameter for parameter in parameters if parameter.name not in named and parameter.name not in flags]
+  if needed := [parameter.name for parameter in others if parameter.default is parameter.empty]:
     raise UserError(
-      f'{type(layer).__name__}.__call__ takes {", ".join(needed)}, which nobody gives: as the {role} it is called with '
-      f'its input, {", ".join(named)} (those that it names).'
+      f'{type(layer).__name__}.__call__ takes {", ".join(needed)}, but the {role} is called with its input and, if it '
+      f'names them, {", ".join(named)}: make {", ".join(needed)} fields, or give them defaults.'
     )
-  for each in others:
-    warn_of_default(layer, each, f'make it a field of the {role}')
+  for parameter in others:
+    warn_of_default(layer, parameter, f'make it a field of the {role}')
   if missing := [name for name in CONTEXT if named.get(name) is not None and name not in names]:
     raise UserError(
-      f'the {role} {type(layer).__name__} takes no {" and no ".join(missing)}: in a model with '
-      f'{" and ".join(CONTEXT[name] for name in missing)} use another one, such as TransformerStack of '
+      f'the {role} {type(layer).__name__} takes no {" and no ".join(missing)}: a model with '
+      f'{" and ".join(CONTEXT[name] for name in missing)} needs another {role}, such as TransformerStack of '
       'TransformerBlocks with Attention.'
     )
   return {name: value for name, value in named.items() if name in names} | flags
 
 
 def train_flags(train: bool) -> dict[str, bool]:
-  """Returns the arguments by which models of Flax and its relatives learn whether they train, by name."""
+  """Returns the arguments, by name, that tell Flax models whether they train."""
   return {
     **dict.fromkeys(('train', 'training', 'is_training'), train),
     **dict.fromkeys(('deterministic', 'use_running_average'), not train),
@@ -191,7 +199,7 @@ def train_flags(train: bool) -> dict[str, bool]:
 
 
 def warn_of_default(layer: nn.Module, argument: inspect.Parameter, remedy: str) -> None:
-  """Says once that an argument of a user's own layer keeps its default in all calls."""
+  """Logs once that an argument of a user's own layer keeps its default in all calls."""
   if is_own(layer):
     _warn_of_default(type(layer).__name__, argument.name, repr(argument.default)[:40], remedy)
 
@@ -199,8 +207,8 @@ def warn_of_default(layer: nn.Module, argument: inspect.Parameter, remedy: str) 
 @functools.cache
 def _warn_of_default(*words: str) -> None:
   logging.warning(
-    '%s.__call__ has the argument %s, which keeps its default %s in training and evaluation: %s. (One that says '
-    f'whether the model trains is set if its name is one of {", ".join(train_flags(True))}.)',
+    '%s.__call__ has the argument %s, which keeps its default %s in training and evaluation: %s. (An argument that '
+    f'tells whether the model trains is set if its name is one of {", ".join(train_flags(True))}.)',
     *words,
   )
 
@@ -215,11 +223,11 @@ def signature_of(layer: nn.Module) -> inspect.Signature:
 
 
 def describe(value: Any) -> str:
-  """Describes for people what a layer or a loss returned: `(float32[8,64], {})`."""
+  """Describes what a layer or a loss returned, for errors: `(float32[8,64], {})`."""
   if isinstance(value, tuple):
     return f'({", ".join(map(describe, value))})'
   if isinstance(value, Mapping):
-    return f'{{{", ".join(f"{name!r}: {describe(each)}" for name, each in value.items())}}}'
+    return f'{{{", ".join(f"{name!r}: {describe(entry)}" for name, entry in value.items())}}}'
   if hasattr(value, 'shape') and hasattr(value, 'dtype'):
     library = '' if isinstance(value, jax.Array) else f'{type(value).__module__}.'
     return f'{library}{value.dtype}[{",".join(map(str, value.shape))}]'
@@ -234,8 +242,8 @@ class BatchPart:
 
   Attributes:
     index, count: m, an int or a traced int32 scalar, of M; 0 of 1 for the whole batch.
-    is_work: a bool or a traced bool scalar, False in a bubble of a pipeline: nobody reads the results there, so that a
-      layer may leave out work.
+    is_work: a bool or a traced bool scalar, False in a bubble of a pipeline: its results are not read, so a layer may
+      skip work.
   """
 
   index: Any = 0
@@ -244,7 +252,7 @@ class BatchPart:
 
 
 class SmallMicrobatchError(UserError):
-  """A layer needs more rows of the batch at once than a microbatch has. A pipeline in evaluation then takes fewer."""
+  """Raised if a layer needs more rows than a microbatch has. In evaluation, a pipeline then uses fewer microbatches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,25 +303,25 @@ REPLAYED = 'replayed'  # the collection of earlier choices of experts, which rou
 NEW_CACHE = 'new_cache'  # the collection of what this call adds to the KV cache
 
 
-# Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.
+# Name -> (numerator, denominator), float32 scalars, of statistics that are ratios of two sums.
 Ratios = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
 class Statistics(struct.PyTreeNode, abc.ABC):
-  """Sums over tokens that a layer reports, float32; the statistics of two sets of tokens are added leaf by leaf.
+  """Sums over tokens that a layer reports, float32; statistics of two sets of tokens are added leaf by leaf.
 
   A balance loss is a product of two means over tokens, so the mean over a pipeline's microbatches would be another
-  number. Blocks therefore return sums, pipelines add them up, and the stack turns the totals into numbers (`values`).
+  number. Blocks therefore return sums, pipelines add them up, and the stack computes `values` of the totals.
 
   Attributes:
-    num_tokens: scalar, how many tokens were summed. Its rank tells how many dims of layers were stacked in front.
+    num_tokens: the number of tokens, a scalar. Its rank is the number of stacked dims of layers in front.
   """
 
   num_tokens: jax.Array
 
   @abc.abstractmethod
   def values(self) -> dict[str, jax.Array]:
-    """Returns name -> number: a scalar, or a vector for a name with one number per expert."""
+    """Returns name -> a scalar, or a vector with one number per expert."""
 
 
 def values_per_layer(aux: Mapping[str, Statistics]) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""Linear: contracts the last dims of an input with a kernel of any rank, which devices that share the tokens may split.
+"""Linear: contracts the last dims of an input with a kernel of any rank.
 
 Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., D] -> [..., F];
 `Linear(output_dims=(H, K))` maps [..., D] -> [..., H, K];
@@ -113,9 +113,9 @@ def project(
   use_bias: bool | None = None,
   num_input_dims: int = 1,
 ) -> jax.Array:
-  """Applies a Linear of this name below a layer with the fields `dtype`, `use_bias` and `adapters`.
+  """Applies a Linear named `name`, a sublayer of a layer with the fields `dtype`, `use_bias` and `adapters`.
 
-  `scale` is FanInNormal's; `use_bias` None is the layer's.
+  `scale` is FanInNormal's; `use_bias` None takes the layer's.
   """
   return Linear(
     output_dims=output_dims,
@@ -136,10 +136,10 @@ def adapted(adapter: Any, **declared: Any) -> Any:
 
 
 def adapter_of(adapters: Sequence[Any], name: str) -> Any:
-  """Returns the WeightAdapter of a projection, None if it has none."""
+  """Returns the WeightAdapter of a projection, or None."""
   return next((adapter for adapter in adapters if name in adapter.names), None)
 
 
 def kernels(*names: str) -> Mapping[str, str]:
-  """Returns what `adaptable` of a layer of Linears says: projection -> the name of its weight."""
+  """Returns projection -> the name of its weight, which `adaptable` of a layer of Linears returns."""
   return {name: f'{name}/kernel' for name in names}
