@@ -346,7 +346,7 @@ def test_bad_settings_are_errors_when_built(fields, message):
   [
     (32, RULES, 'num_microbatches=32 of a pipeline must divide the batch of 16 rows'),
     (2, RULES, 'num_microbatches=2 must be a multiple of the 4 stages.* 4 is the nearest'),
-    (8, (('layers', ('data', 'stage')), *RULES), "split 'layers' over .* lie along one mesh axis"),
+    (8, (('layers', ('data', 'stage')), *RULES), "split 'layers' over .* name one axis"),
   ],
 )
 def test_what_does_not_fit_the_mesh_is_an_error_before_anything_is_compiled(num_microbatches, rules, message):
