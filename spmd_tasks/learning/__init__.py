@@ -21,5 +21,10 @@ with lazy_exports(globals()):
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW, Optimizer
-  from spmd_tasks.learning.other_schedules import Constant, LinearWarmupRsqrt, ProductOfFactors
-  from spmd_tasks.learning.schedules import LinearWarmupCosine, Schedule
+  from spmd_tasks.learning.schedules import (
+    Constant,
+    LinearWarmupCosine,
+    LinearWarmupRsqrt,
+    ProductOfFactors,
+    Schedule,
+  )
