@@ -13,9 +13,9 @@ On a GPU, if a dtype is given and no pipeline stages shard the layers, each laye
 so that XLA removes the stacks that `true` builds: it reads each layer's array in place, and compiles and tunes the
 products of one layer for all.
 
-    with find_kernels(found):                                    # the model's forward is traced within
+    with find_kernels(paths):                                    # the model's forward is traced within
       ...
-    variables = with_layer_kernels(variables, found)
+    variables = with_layer_kernels(variables, paths)
     with multiplying_by_layer(variables) as variables:           # inside a compiled step
       model.apply(variables, ...)
 
@@ -213,26 +213,26 @@ def _converter(
 
 
 @contextlib.contextmanager
-def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
+def find_kernels(paths: set[tuple[str, ...]]) -> Iterator[None]:
   """Context in which a model is traced: adds the paths in `params` of kernels that can be one array per layer."""
 
   def note(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
     if type(layer) is Linear and layer.product is None and len(current_layer_scope().cache.layers) == 1:
       kernel = layer.variables.get('params', {}).get('kernel')
       if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
-        found.add((*layer.path, 'kernel'))
+        paths.add((*layer.path, 'kernel'))
     return multiply(x, product)
 
   with intercept_products(note):
     yield
 
 
-def with_layer_kernels(variables: Variables, found: Set[tuple[str, ...]]) -> Variables:
+def with_layer_kernels(variables: Variables, paths: Set[tuple[str, ...]]) -> Variables:
   """Unstacks these kernels, arrays or abstract values on a CPU device; does nothing if called again."""
-  if not found or LAYER_KERNELS in variables:
+  if not paths or LAYER_KERNELS in variables:
     return variables
   params = traverse_util.flatten_dict(variables['params'], is_leaf=lambda _, leaf: is_quantized(leaf))
-  kernels = {path: _split(params.pop(path)) for path in sorted(found)}
+  kernels = {path: _split(params.pop(path)) for path in sorted(paths)}
   changed = {'params': params, LAYER_KERNELS: kernels}
   return variables | {name: traverse_util.unflatten_dict(leaves) for name, leaves in changed.items()}
 

@@ -163,23 +163,23 @@ class TransformerBlock(WithSublayers, kw_only=True):
     if encoded is not None and self.cross_attention is None:
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
     ids, positions = {'segment_ids': segment_ids}, {'segment_pos': segment_pos}
-    given = {**ids, **positions, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
-    x, attention_aux = self._add('attention', self.attention, x, train, given, token_mask)
+    arguments = {**ids, **positions, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
+    x, attention_aux = self._add('attention', self.attention, x, train, arguments, token_mask)
     cross_aux: Aux = {}
     if self.cross_attention is not None:
-      given = {**ids, **positions, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
-      x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, given, token_mask)
+      arguments = {**ids, **positions, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
+      x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, arguments, token_mask)
     ids = ids if token_mask is None else {'segment_ids': token_mask.astype(jnp.int32)}
     x, aux = self._add('ffn', self.ffn, x, train, ids, token_mask)
     return x, {**attention_aux, **cross_aux, **aux}
 
   @nn.nowrap
   def _add(
-    self, role: str, layer: nn.Module, x: jax.Array, train: bool, given: Mapping[str, Any], mask: jax.Array | None
+    self, role: str, layer: nn.Module, x: jax.Array, train: bool, arguments: Mapping[str, Any], mask: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
     """Adds a sublayer's output to the residual stream."""
     y = self._norm(f'{role}_norm', x, self.pre_norm)
-    y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **given, train=train)
+    y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **arguments, train=train)
     y = self._norm(f'{role}_post_norm', y, self.post_norm)
     y = dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, train=train)(y)
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
@@ -227,8 +227,8 @@ class TransformerStack(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); `context` is passed to the blocks."""
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
-    given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-    x, aux = layers(self.block.copy(name='layers'), x, given)
+    arguments = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+    x, aux = layers(self.block.copy(name='layers'), x, arguments)
     return x, values_per_layer(aux)
 
 
@@ -239,10 +239,10 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
   """
   cache = current_layer_scope().cache
 
-  def layer(block, x, given, number):
+  def layer(block, x, arguments, number):
     x = name_layer_input(x, remat_policy_name)
     with layer_scope(cache=None if cache is None else cache.in_layer(number)):
-      y, aux = run_layer('block', block, x, **given, train=train)
+      y, aux = run_layer('block', block, x, **arguments, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
     return y, aux
@@ -252,7 +252,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     # prevent_cse adds a barrier that stops XLA from merging recomputation and forward pass. In a loop, XLA cannot.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
 
-  def run(block, x, given):
+  def run(block, x, arguments):
     layers = nn.scan(
       layer,
       variable_axes={DenyList(CACHE): 0},  # of every other collection
@@ -266,6 +266,6 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       check_constancy_invariants=block.is_initializing(),
     )
     numbers = np.arange(num_layers)  # numpy's, so that they are constants in an unrolled loop
-    return layers(block, x, given, None if cache is None else numbers)
+    return layers(block, x, arguments, None if cache is None else numbers)
 
   return run
