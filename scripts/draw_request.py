@@ -7,10 +7,10 @@ import numpy as np
 import svg
 
 from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.step_functions import Outputs
 
 # (prompt tokens, tokens to generate) of the drawn requests, in the order of their arrival.
 REQUESTS = ((12, 7), (4, 9), (20, 5), (6, 8), (3, 4), (9, 6))

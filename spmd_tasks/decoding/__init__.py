@@ -8,9 +8,10 @@
 Read in this order:
   requests.py            Request and Chunk on the host, and the arrays of a prefill
   sampling.py            from logits to a token, with separate parameters for every row
-  step_functions.py      prefill and step as pure functions over slots and their KV cache; beam.py: beam search
-  steps.py               these functions, compiled for a mesh: prefill.py, step.py, and draft_model.py for drafts;
-                         decode_steps.py is the model that they call, with its weights as weight_storage.py stores them,
+  decode_state.py        the sequences in the slots of a model, and how they grow by a token
+  prefill.py, step.py    what reads prompts into slots, and what generates the next token of every slot
+  steps.py               DecodeSteps: both, with drafts (draft_model.py) and beam search (beam.py), compiled for a mesh.
+                         decode_steps.py is the model that they call, with its weights as weight_storage.py stores them;
                          decode_layout.py the layout of the state, decode_programs.py what compiles
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
   scheduler.py           which sequence is in which slot, and which blocks hold what (block_pool.py)

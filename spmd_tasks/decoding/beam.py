@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.decoding.cache_arrays import is_encoded, take_slots, write_tokens
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import Forward, encoder_entries, text_entries
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.step_functions import Forward, encoder_entries, text_entries
 from spmd_tasks.runtime.task import Variables
 
 

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding.decode_layout import DecodeLayout, sharding_or_format
+from spmd_tasks.decoding.decode_state import DecodeState
 from spmd_tasks.decoding.decode_steps import DecodeModel
-from spmd_tasks.decoding.step_functions import DecodeState
 from spmd_tasks.sharding import padding
 
 _COMPILED_AT_ONCE = 8  # programs

@@ -125,7 +125,7 @@ class DecodeModel:
     return arranged if LAYER_KERNELS in arranged else self.storage.true(arranged)  # one device has no padding
 
   def forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Calls the model within `scope`, see `Forward` of step_functions.py."""
+    """Calls the model within `scope`, see `Forward` of decode_state.py."""
     if self.has_prefix and cache is None:
       batch = {'prefix_mask': batch['segment_ids'], **batch}
     is_known = {'adapters': bool(self.adapter_names), 'prefix_mask': self.has_prefix}

@@ -25,10 +25,11 @@ import numpy as np
 
 from spmd_tasks.decoding.decode_layout import DecodeLayout
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import DecodeState, Forward
 from spmd_tasks.decoding.decode_steps import DecodeModel
 from spmd_tasks.decoding.prefill import Prefill
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, step
+from spmd_tasks.decoding.step import StepInputs, generate_tokens
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.task import Variables
 
@@ -194,7 +195,7 @@ def _guess(
 
   def next_token(rows: DecodeState, _: Any) -> Any:
     inputs = StepInputs(keep=jnp.ones(len(slots), jnp.bool_), tables=tables)
-    rows, outputs = step(fitted, variables, rows, inputs)
+    rows, outputs = generate_tokens(fitted, variables, rows, inputs)
     return rows, outputs.tokens
 
   # Once more than there are drafts: the last one may be right, and is then to be in the cache.

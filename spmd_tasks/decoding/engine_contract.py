@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.decoding.step_functions import Outputs
 
 # Which tokens a row or slot may take: uint32 [W], see constraints.py.
 TokenMasks = Mapping[int, np.ndarray]

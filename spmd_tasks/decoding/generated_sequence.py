@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from spmd_tasks.decoding.constraints import Matcher, TokenLimits
+from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.requests import Chunk, Request
-from spmd_tasks.decoding.step_functions import Outputs
 
 # `cancelled`: nobody waits for the sequence any more. `cut`: the server shut down first. `error`: the engine failed.
 FinishReason = Literal['stop', 'length', 'cancelled', 'cut', 'error']

@@ -25,9 +25,10 @@ import numpy as np
 
 from spmd_tasks.decoding.cache_arrays import EXPERT_IDS, take_slots, write_tokens
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import DecodeState, Forward, emit, text_entries
 from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
-from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, emit, step, text_entries
+from spmd_tasks.decoding.step import StepInputs, generate_tokens
 from spmd_tasks.runtime.task import Variables
 
 _MIN_ROWS = 32  # from which on there are loops for fewer
@@ -164,7 +165,7 @@ def sample_groups(
   def advance(rows: Any, carry: Any) -> Any:
     number, state, samples = carry
     inputs = StepInputs(keep=jnp.ones(len(state.tokens), jnp.bool_))
-    state, outputs = step(forward, variables, state, inputs)
+    state, outputs = generate_tokens(forward, variables, state, inputs)
     return number + 1, state, add(samples, number, outputs, rows)
 
   shape = (max_new_tokens, num_rows)

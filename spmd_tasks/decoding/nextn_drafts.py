@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding.decode_state import DecodeState, Forward, emit
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.layers.nextn import HIDDEN, shift
 
@@ -24,6 +25,38 @@ from spmd_tasks.layers.nextn import HIDDEN, shift
 def cache_name(number: int) -> str:
   """The name of the part of the cache that has keys and values of a draft's head."""
   return f'draft_{number}'
+
+
+def tokens_of_rows(drafts: jax.Array | None, rows: DraftRows) -> jax.Array:
+  """Returns the draft of each row, int32 [R], of the drafts [n, k] of the texts; rows of newest tokens get any."""
+  assert drafts is not None
+  of_texts = jnp.take(drafts, rows.owners, axis=0, mode='clip')
+  return jnp.take_along_axis(of_texts, jnp.maximum(rows.columns - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def update_drafts(
+  state: DecodeState,
+  forward: Forward,
+  variables: Any,
+  cache: Any,
+  batch: Mapping[str, Any],
+  new: Any,
+  heads: Sequence[int],
+  **following: Any,
+) -> tuple[DecodeState, Any]:
+  """Puts guesses of the next tokens into the state of n texts; returns it with the new keys and values.
+
+  The arguments after the state are those of `guess`.
+  """
+  drawn = state
+
+  def draw(logits: jax.Array) -> jax.Array:
+    nonlocal drawn
+    drawn, outputs = emit(logits, drawn, None, 0)
+    return outputs.tokens
+
+  drafts, new = guess(forward, variables, cache, batch, new, heads, **following, draw=draw)
+  return state.replace(drafts=drafts), new
 
 
 def guess(

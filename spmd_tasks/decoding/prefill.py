@@ -1,26 +1,130 @@
-"""Prefill: reads chunks of prompts into their slots, by one program for each size of a batch.
+"""Prefill: reads chunks of prompts into their slots.
 
     prefill = Prefill(programs)
-    state, first = prefill(variables, state, prefill.make_batch(chunks))
+    state, first = prefill(variables, state, prefill.make_batch(chunks))      # and the first token of each prompt
 
-Shapes: N slots, P rows of a prefill.
+`read_chunks` is what a program computes, for each size of a batch. A long prompt is read in chunks, one prefill after
+another; only its last chunk gives the first token.
+
+Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.decoding import step_functions
+from spmd_tasks.decoding import nextn_drafts
+from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import (
+  DecodeState,
+  Forward,
+  Outputs,
+  emit,
+  encoder_entries,
+  put_rows,
+  target_logprobs,
+  text_entries,
+)
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
-from spmd_tasks.decoding.step_functions import DecodeState, Outputs
+from spmd_tasks.decoding.sampling import request_keys
+from spmd_tasks.layers.nextn import shift
 from spmd_tasks.runtime.task import Variables
 
 _MOST_ROWS = 8  # of a prefill, where the settings do not say
 _PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
+
+
+def read_chunks(
+  forward: Forward,
+  variables: Any,
+  state: DecodeState,
+  batch: PrefillBatch,
+  *,
+  num_top_logprobs: int = 0,
+  by_slot: bool = True,
+  has_prefix: bool = False,
+  heads: Sequence[int] = (),
+) -> tuple[DecodeState, Outputs]:
+  """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
+
+  A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot. With `by_slot`
+  the model reads them there; without, from a copy of the slots, where the mesh splits slots. With `has_prefix` the
+  tokens of a prompt see later ones, so that its scores are of a second call of the model, in which none does. `heads`
+  are those of the model that guess the next tokens.
+  """
+  cache = None
+  model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths, batch.starts) | {'adapters': batch.adapters}
+  model_batch |= {'returns_hidden': True} if heads else {}
+  if batch.before is None:
+    model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
+  elif by_slot:  # which holds the encoder's text
+    cache = state.cache
+    model_batch |= {'slots': batch.slots, 'tables': batch.tables}
+  else:
+    cache = take_slots(state.cache, batch.slots, batch.tables)
+  last = jnp.maximum(batch.lengths - 1, 0)[:, None]
+  scores = {}
+  if batch.targets is None:
+    logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
+  else:
+    logits, new = forward(variables, cache, model_batch)
+    causal_logits = logits
+    if has_prefix:
+      causal_logits, _ = forward(variables, cache, model_batch | {'prefix_mask': jnp.zeros_like(batch.ids)})
+    scores = _score_prompts(causal_logits, batch.targets, num_top_logprobs)
+    logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
+
+  rows = _make_rows(batch, vocab_size=logits.shape[-1], num_drafts=len(heads))
+  rows, outputs = emit(logits[:, 0], rows, batch.masks, num_top_logprobs)
+  if heads:
+    followers = jnp.where(batch.max_tokens > 0, outputs.tokens, batch.followers)
+    following = shift(batch.ids, 1).at[jnp.arange(len(followers)), last[:, 0]].set(followers)
+    call = forward, variables, cache, model_batch, new, heads
+    rows, new = nextn_drafts.update_drafts(rows, *call, following=following, lengths=batch.lengths)
+  state = put_rows(state.replace(cache=None), rows, batch.slots).replace(cache=state.cache)
+  cache = write_tokens(
+    state.cache, new, starts=batch.starts, lengths=batch.lengths, slots=batch.slots, tables=batch.tables
+  )
+  return state.replace(cache=cache), outputs.replace(**scores)
+
+
+def _make_rows(batch: PrefillBatch, *, vocab_size: int, num_drafts: int) -> DecodeState:
+  """Returns the state of P sequences that have read their chunks, without a cache."""
+  num_rows = len(batch.ids)
+  numbers = jnp.arange(num_rows)[:, None]
+  is_text = jnp.arange(batch.ids.shape[1])[None, :] < batch.lengths[:, None]
+  seen = jnp.zeros((num_rows, vocab_size), jnp.bool_)
+  seen = seen.at[numbers, jnp.where(is_text, batch.ids, vocab_size)].set(True, mode='drop')
+  if batch.before is not None:
+    seen = seen.at[numbers, jnp.where(batch.before >= 0, batch.before, vocab_size)].set(True, mode='drop')
+  ends = batch.starts + batch.lengths
+  return DecodeState(
+    cache=None,
+    tokens=batch.ids[:, 0],
+    positions=ends - 1,
+    ends=ends + batch.max_tokens,
+    active=batch.max_tokens > 0,
+    keys=request_keys(batch.seeds, batch.samples),
+    seen=seen,
+    counts=jnp.zeros((num_rows, vocab_size), jnp.int32),
+    stop_ids=batch.stop_ids,
+    sampling=batch.sampling,
+    adapters=batch.adapters,
+    drafts=jnp.zeros((num_rows, num_drafts), jnp.int32) if num_drafts else None,
+  )
+
+
+def _score_prompts(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict[str, jax.Array]:
+  """Returns the prompt_* fields of Outputs, from logits [P, T, V]."""
+  logprobs, prompt_logprobs = target_logprobs(logits, targets)
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  return {'prompt_logprobs': prompt_logprobs, 'prompt_top_ids': top_ids, 'prompt_top_logprobs': top_logprobs}
 
 
 class Prefill:
@@ -39,7 +143,7 @@ class Prefill:
     self.buckets = self._settings.buckets(longest)
 
   def __call__(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
-    """Reads the chunks, and samples the first token of each prompt that ends; see step_functions.prefill."""
+    """Reads the chunks, and samples the first token of each prompt that ends; see read_chunks."""
     return self.compile(batch)(self._model.arrange(variables), state, batch)
 
   def compile(self, batch: PrefillBatch) -> Any:
@@ -115,7 +219,7 @@ class Prefill:
 
   def _function(self) -> Any:
     return functools.partial(
-      step_functions.prefill,
+      read_chunks,
       num_top_logprobs=self._settings.num_top_logprobs,
       by_slot=self._layout.num_parts == 1,
       has_prefix=self._model.has_prefix,

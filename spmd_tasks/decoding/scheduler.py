@@ -32,10 +32,10 @@ import jax
 import numpy as np
 
 from spmd_tasks.decoding.block_pool import BlockPool, SharedChunk, Text, chunk_keys
+from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason, GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk, Request
-from spmd_tasks.decoding.step_functions import Outputs
 
 # (row of the outputs, slot, the row's sequence, the chunk that a prefill read)
 _Row = tuple[int, int, GeneratedSequence, Chunk | None]

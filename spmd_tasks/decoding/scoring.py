@@ -17,12 +17,15 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
+from flax import struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.decoding.decode_state import Forward, encoder_entries, target_logprobs, text_entries
 from spmd_tasks.decoding.requests import filled_rows
-from spmd_tasks.decoding.step_functions import ScoreBatch, Scores, score
 from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.task import Variables
@@ -48,6 +51,52 @@ class TextScore:
   def logprob(self) -> float:
     """The log-probability of the whole continuation."""
     return sum(self.logprobs)
+
+
+class ScoreBatch(struct.PyTreeNode):
+  """B texts whose last tokens are scored, as the arrays that `score` takes.
+
+  Attributes:
+    ids: int32 [B, T], padded at the end; without the last token of each text, which nothing follows.
+    lengths: int32 [B], at least 1.
+    columns: int32 [B, C], the columns of T that a scored token follows, in order; the first is the context's last.
+    targets: int32 [B, C], the scored tokens; -1 where there is none.
+    adapters: int32 [B], the number of each row's low-rank adapter; 0 is none.
+    encoder_ids, encoder_lengths: int32 [B, E] and [B], what an encoder reads; None where the model has none.
+  """
+
+  ids: Any
+  lengths: Any
+  columns: Any
+  targets: Any
+  adapters: Any
+  encoder_ids: Any = None
+  encoder_lengths: Any = None
+
+
+class Scores(struct.PyTreeNode):
+  """The log-probabilities that the model gives to the tokens of a ScoreBatch.
+
+  Attributes:
+    logprobs: float32 [B, C], of each target given the tokens before it; 0 where there is none.
+    are_likeliest: bool [B, C], whether no other token is likelier.
+  """
+
+  logprobs: jax.Array
+  are_likeliest: jax.Array
+
+
+def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
+  """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
+  model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths)
+  is_context = jnp.arange(batch.ids.shape[1])[None, :] <= batch.columns[:, :1]
+  model_batch |= {'prefix_mask': is_context.astype(jnp.int32)}
+  model_batch |= {'logit_columns': batch.columns, 'adapters': batch.adapters}
+  model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
+  logits, _ = forward(variables, None, model_batch)
+  logprobs, logprobs_of_targets = target_logprobs(logits, batch.targets)
+  are_likeliest = (jnp.argmax(logprobs, axis=-1) == batch.targets) | (batch.targets < 0)
+  return Scores(logprobs=logprobs_of_targets, are_likeliest=are_likeliest)
 
 
 def score_texts(

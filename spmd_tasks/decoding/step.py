@@ -1,9 +1,14 @@
-"""Step: generates the next token of every slot, by one program for each number of rows.
+"""Step: generates the next token of every slot, or several tokens by checking drafts.
 
     step = Step(programs)
     state, outputs = step(variables, state, step.make_inputs(keep))
 
-Shapes: N slots, R rows of a step, M blocks of a text in D parts, k drafts.
+`generate_tokens` is what a program computes, for one of a few numbers of rows. It leaves unchanged the slots that are
+finished or whose prompts are not read to the end. With drafts (drafts.py) a row is a token of a text, and a slot has
+several rows.
+
+Shapes: N slots, n of them in a step, R rows with drafts, M blocks of a text in D parts, k drafts, V vocabulary, W words
+of V bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +16,194 @@ import functools
 import itertools
 from typing import Any
 
+from flax import struct
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.decoding import step_functions
+from spmd_tasks.decoding import nextn_drafts
+from spmd_tasks.decoding.cache_arrays import write_tokens
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import DecodeState, Forward, Outputs, append_tokens, draw, emit, put_rows
 from spmd_tasks.decoding.drafts import DraftRows
-from spmd_tasks.decoding.step_functions import DecodeState, Outputs, StepInputs
 from spmd_tasks.runtime.task import Variables
 
 _FEWEST_ROWS, _MANY_ROWS = 2, 64  # of the smallest step: accelerators read all weights for one row as for 64
 _LEAST_ROWS = {'gpu': 16}  # of any step: XLA multiplies fewer rows by kernels that take longer
+
+
+class StepInputs(struct.PyTreeNode):
+  """What a step takes besides the variables and the state.
+
+  Attributes:
+    keep: bool [N]; slots where it is False become inactive.
+    slots: int32 [n], all different: the slots that a step of n rows computes; ids from N on stand for none. None
+      computes all N.
+    tables: int32 [D, R/D, M], the blocks of each row, see `write_tokens`; None if all of the cache is by slots.
+    masks: uint32 [N, W], the tokens that each slot may take (constraints.py); None allows all.
+    drafts: the R rows of the slots' newest tokens and drafts; None: the rows are the slots.
+  """
+
+  keep: Any
+  slots: Any = None
+  tables: Any = None
+  masks: Any = None
+  drafts: DraftRows | None = None
+
+
+def generate_tokens(
+  forward: Forward,
+  variables: Any,
+  state: DecodeState,
+  inputs: StepInputs,
+  *,
+  num_top_logprobs: int = 0,
+  heads: Sequence[int] = (),
+) -> tuple[DecodeState, Outputs]:
+  """Samples the next token of every active slot. Outputs are [N].
+
+  With drafts, outputs are [k + 1, N], up to k + 1 tokens of each slot. If the model has `heads`, they guessed these
+  drafts in the step before, and guess the next ones now.
+  """
+  state = state.replace(active=state.active & inputs.keep)
+  rows, masks = state.replace(cache=None), inputs.masks
+  if inputs.slots is not None:
+    rows, masks = jax.tree.map(lambda x: jnp.take(x, inputs.slots, axis=0, mode='clip'), (rows, masks))
+    rows = rows.replace(active=rows.active & (inputs.slots < inputs.keep.shape[0]))
+  call = forward, variables, state.cache, rows, inputs
+  if inputs.drafts is None:
+    rows, outputs, cache = _next_tokens(*call, masks, num_top_logprobs, heads)
+  else:
+    rows, outputs, cache = _check_drafts(*call, num_top_logprobs, heads)
+  if inputs.slots is not None:
+    rows = put_rows(state.replace(cache=None), rows, inputs.slots)
+    outputs = _outputs_of_slots(outputs, inputs)
+  return rows.replace(cache=cache), outputs
+
+
+def _next_tokens(
+  forward: Forward,
+  variables: Any,
+  cache: Any,
+  rows: DecodeState,
+  inputs: StepInputs,
+  masks: jax.Array | None,
+  num_top_logprobs: int,
+  heads: Sequence[int],
+) -> tuple[DecodeState, Outputs, Any]:
+  """Samples a token of each of n rows; returns them without a cache, outputs [n] and the new cache."""
+  batch = _model_batch(rows.tokens, rows.positions, rows.active, rows.adapters, inputs.slots, inputs.tables, heads)
+  logits, new = forward(variables, cache, batch)
+  new_rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
+  if heads:
+    following = {'following': outputs.tokens[:, None], 'lengths': jnp.ones_like(rows.tokens)}
+    new_rows, new = nextn_drafts.update_drafts(new_rows, forward, variables, cache, batch, new, heads, **following)
+  lengths = rows.active.astype(jnp.int32)
+  cache = write_tokens(cache, new, starts=rows.positions, lengths=lengths, slots=inputs.slots, tables=inputs.tables)
+  return new_rows, outputs, cache
+
+
+def _check_drafts(
+  forward: Forward,
+  variables: Any,
+  cache: Any,
+  rows: DecodeState,
+  inputs: StepInputs,
+  num_top_logprobs: int,
+  heads: Sequence[int],
+) -> tuple[DecodeState, Outputs, Any]:
+  """Samples up to k + 1 tokens of each of n texts, whose newest tokens and drafts are R rows of one call.
+
+  Returns the texts without a cache, outputs [k + 1, n] and the new cache.
+  """
+  drafts = inputs.drafts
+  assert drafts is not None
+  assert inputs.slots is not None
+  if heads:
+    drafts = drafts.replace(tokens=nextn_drafts.tokens_of_rows(rows.drafts, drafts))
+  of_text = functools.partial(jnp.take, indices=drafts.owners, mode='clip')
+  slots, positions = of_text(inputs.slots), of_text(rows.positions) + drafts.columns
+  tokens = jnp.where(drafts.columns == 0, of_text(rows.tokens), drafts.tokens)
+  active = of_text(rows.active) & (drafts.owners < len(rows.tokens))
+  batch = _model_batch(tokens, positions, active, of_text(rows.adapters), slots, inputs.tables, heads)
+  batch |= {'drafts': drafts}
+  logits, new = forward(variables, cache, batch)
+  new_rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
+  # As many tokens as were sampled belong to their texts: each was read to sample the next one.
+  num_read = jnp.sum(outputs.is_valid, axis=0)
+  active &= drafts.columns < of_text(num_read)
+  lengths = active.astype(jnp.int32)
+  if heads:
+    batch |= {'segment_ids': lengths[:, None]}
+    following = {'following': outputs.tokens.T, 'lengths': num_read, 'rows': drafts}
+    new_rows, new = nextn_drafts.update_drafts(new_rows, forward, variables, cache, batch, new, heads, **following)
+  cache = write_tokens(cache, new, starts=positions, lengths=lengths, slots=slots, tables=inputs.tables)
+  return new_rows, outputs, cache
+
+
+def _model_batch(
+  tokens: jax.Array,
+  positions: jax.Array,
+  active: jax.Array,
+  adapters: jax.Array,
+  slots: jax.Array | None,
+  tables: jax.Array | None,
+  heads: Sequence[int],
+) -> dict[str, Any]:
+  """Returns the model's batch of one token per row."""
+  return {
+    'ids': tokens[:, None],
+    'segment_ids': active[:, None].astype(jnp.int32),
+    'segment_pos': jnp.where(active, positions, 0)[:, None],
+    'adapters': adapters,
+    **({} if slots is None else {'slots': slots}),
+    **({} if tables is None else {'tables': tables}),
+    **({'returns_hidden': True} if heads else {}),
+  }
+
+
+def _outputs_of_slots(outputs: Outputs, inputs: StepInputs) -> Outputs:
+  """Returns the outputs of all N slots from those of the n of a step."""
+  column = () if inputs.drafts is None else (slice(None),)
+
+  def put(x: jax.Array) -> jax.Array:
+    shape = (*x.shape[: len(column)], len(inputs.keep), *x.shape[len(column) + 1 :])
+    return jnp.zeros(shape, x.dtype).at[(*column, inputs.slots)].set(x, mode='drop', unique_indices=True)
+
+  return jax.tree.map(put, outputs)
+
+
+def _emit_drafted(
+  logits: jax.Array, state: DecodeState, drafts: DraftRows, num_top_logprobs: int
+) -> tuple[DecodeState, Outputs]:
+  """Samples tokens of each slot, up to the first that was not drafted; logits are [R, V], outputs [k + 1, n].
+
+  All rows are sampled at once, each as if the drafts before it were right: else its token is not of the text.
+  """
+  num_rows, vocab_size = logits.shape
+  take: Any = functools.partial(jnp.take, indices=drafts.owners, axis=0, mode='clip')
+  of_rows = jax.tree.map(take, state.replace(cache=None, seen=None, counts=None))
+  is_used = of_rows.active & (drafts.owners < len(state.tokens))
+  of_rows = of_rows.replace(positions=of_rows.positions + drafts.columns, active=is_used)
+  told = jnp.where(drafts.columns > 0, drafts.tokens, vocab_size)  # the scatters drop V
+  told = jnp.concatenate([told[:, None], jnp.take(told, drafts.earlier, mode='fill', fill_value=vocab_size)], axis=1)
+
+  def occurrences() -> tuple[jax.Array, jax.Array]:
+    numbers, seen, counts = jnp.arange(num_rows)[:, None], take(state.seen), take(state.counts)
+    return seen.at[numbers, told].set(True, mode='drop'), counts.at[numbers, told].add(1, mode='drop')
+
+  drawn = draw(logits, of_rows, None, None if state.seen is None else occurrences, num_top_logprobs)
+  outputs = jax.tree.map(lambda x: jnp.take(x, drafts.rows.T, axis=0, mode='clip'), drawn)
+  following = drafts.rows.T[1:]
+  is_right = (following < num_rows) & (jnp.take(drafts.tokens, following, mode='clip') == outputs.tokens[:-1])
+  goes_on = is_right & ~outputs.is_finished[:-1]
+  is_valid = jnp.stack([*itertools.accumulate([state.active, *goes_on], jnp.logical_and)])
+  outputs = outputs.replace(is_valid=is_valid)
+  last = jnp.maximum(jnp.sum(is_valid, axis=0) - 1, 0)
+  tokens, is_finished = (x[last, jnp.arange(len(last))] for x in (outputs.tokens, outputs.is_finished))
+  told = jnp.where(is_valid, outputs.tokens, vocab_size)
+  return append_tokens(state, tokens, state.positions + 1 + last, is_finished, told), outputs
 
 
 class Step:
@@ -42,7 +224,7 @@ class Step:
     self.row_counts = self._row_counts()
 
   def __call__(self, variables: Variables, state: DecodeState, inputs: StepInputs) -> tuple[DecodeState, Outputs]:
-    """Samples the next token of every active slot; see step_functions.step."""
+    """Samples the next token of every active slot; see generate_tokens."""
     return self.compile(inputs)(self._model.arrange(variables), state, inputs)
 
   def compile(self, inputs: StepInputs) -> Any:
@@ -117,7 +299,7 @@ class Step:
     # A step without masks and drafts is of slots that have no drafts later either.
     heads = () if inputs.masks is None and inputs.drafts is None else self._model.heads
     num_top_logprobs = self._model.settings.num_top_logprobs
-    return functools.partial(step_functions.step, num_top_logprobs=num_top_logprobs, heads=heads)
+    return functools.partial(generate_tokens, num_top_logprobs=num_top_logprobs, heads=heads)
 
   def _any_inputs(self, num_rows: int, *, masked: bool = False, draft_rows: int = 0) -> StepInputs:
     layout, num_slots = self._layout, self._num_slots

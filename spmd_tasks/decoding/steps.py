@@ -12,11 +12,11 @@ Nothing is compiled after `compile()`, whatever the requests.
 from spmd_tasks.decoding.beam import BeamSearch
 from spmd_tasks.decoding.decode_layout import DecodeLayout
 from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import DecodeState
 from spmd_tasks.decoding.decode_steps import DecodeModel
 from spmd_tasks.decoding.draft_model import Draft, DraftModel, ModelDraft, decode_model_of
 from spmd_tasks.decoding.prefill import Prefill
 from spmd_tasks.decoding.step import Step
-from spmd_tasks.decoding.step_functions import DecodeState
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 
 

@@ -12,8 +12,8 @@ import threading
 import numpy as np
 
 from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.decoding.step_functions import Outputs
 from spmd_tasks.inputs import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

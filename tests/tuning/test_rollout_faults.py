@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps, group_sampling, step_functions
+from spmd_tasks.decoding import DecodeSteps, decode_state, group_sampling, prefill, step
 from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.rollout_input import RolloutInput
 from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of
@@ -61,13 +61,13 @@ def before_the_temperature(monkeypatch):
 
 def after_top_k(monkeypatch):
   """Computes log-probabilities among the five most probable tokens, which are sampled."""
-  emit = step_functions.emit
+  emit = decode_state.emit
 
   def emit_of_few(logits, *others):
     least = jax.lax.top_k(logits, 5)[0][..., -1:]
     return emit(jnp.where(logits >= least, logits, -1e30), *others)
 
-  for module in (step_functions, group_sampling):
+  for module in (prefill, step, group_sampling):
     monkeypatch.setattr(module, 'emit', emit_of_few)
   return Sampler('top_k=5').rollout()
 
