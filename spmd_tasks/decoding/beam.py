@@ -1,4 +1,7 @@
-"""Beam search: finds the likeliest whole texts, where sampling takes one likely token after another.
+"""Beam search: finds the likeliest whole texts.
+
+    search = BeamSearch(programs)
+    beams = search(variables, prefill.make_batch(chunks))
 
 Shapes: P prompts, W beams of each, T tokens of the prompts, M generated tokens at most, V vocabulary, K stop ids.
 """
@@ -17,14 +20,14 @@ from spmd_tasks.runtime.task import Variables
 
 
 class Beams(struct.PyTreeNode):
-  """The texts that a search has found, best first.
+  """The texts that a search finds, best first.
 
   Attributes:
     tokens: int32 [P, W, M], zeros after the text's length.
-    lengths: int32 [P, W], the stop token included; 0 where there are fewer than W texts.
-    logprobs: float32 [P, W], of the whole text.
-    scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text. By the rule
-      't5x' length is that of the prompt and the text, less 1, and the score of a text without a stop token `logprobs`.
+    lengths: int32 [P, W], the stop token included; 0 if there are fewer than W texts.
+    logprobs: float32 [P, W], the log-probability of the whole text.
+    scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf for no text. With the rule 't5x' the
+      length counts the prompt too, less 1, and the score of a text without a stop token is `logprobs`.
   """
 
   tokens: jax.Array
@@ -73,9 +76,9 @@ class _Search(struct.PyTreeNode):
   """The state of a search: W live texts per prompt and the finished ones.
 
   Attributes:
-    cache: leaves [..., P * W, G, S, K], of the live texts.
+    cache: the KV cache of the live texts, arrays [..., P * W, G, S, K].
     num_generated: int32, the length of every live text.
-    logprobs, tokens: [P, W] and [P, W, M], of the live texts.
+    logprobs, tokens: [P, W] and [P, W, M], the live texts.
     done: the best finished texts.
   """
 
@@ -104,23 +107,24 @@ def beam_search(
 ) -> Beams:
   """Finds the W best texts after every prompt, by log-probability over a power of the length (Wu et al., 2016).
 
-  A text ends with a stop token, or when it has max_tokens tokens. The result is exact where W is at least the number of
+  A text ends with a stop token, or when it has max_tokens tokens. The result is exact if W is at least the number of
   possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
 
-  By the rule 't5x' (also Tensor2Tensor's) a text ends with a stop token only, and only where this token is among the
-  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended. The length in
-  the penalty counts the prompt too, without its first token. (T5X also goes on past a row's max_tokens while other rows
-  have tokens left, and cuts what it finds; here such texts do not count.)
+  With the rule 't5x' (also Tensor2Tensor's) a text ends only with a stop token, and only if this token is among the 2 W
+  best continuations of all live texts; live texts at max_tokens count if no text has ended. The length in the penalty
+  counts the prompt too, without its first token. (T5X also continues past a row's max_tokens while other rows have
+  tokens left, and cuts the texts; here such texts do not count.)
 
   Args:
     forward, variables: the model.
     empty_cache: zeros [..., P * W, G, S, K]; S is at least a row's length + max_tokens, or an attention window.
-    ids: int32 [P, T]; lengths: int32 [P], at least 1.
+    ids, lengths: int32 [P, T] and [P], the prompts, at least one token each.
     max_tokens: int32 [P], from 1 to M.
     stop_ids: int32 [P, K], padded with -1.
-    encoder_ids, encoder_lengths: int32 [P, E] and [P], what an encoder reads; None where the model has none.
+    encoder_ids, encoder_lengths: int32 [P, E] and [P], the encoder's texts; None if the model has no encoder.
     num_beams, max_new_tokens: W and M.
-    length_penalty: 0 compares log-probabilities, which prefers short texts; 1 compares roughly their means per token.
+    length_penalty: 0 compares log-probabilities, which favors short texts; 1 roughly compares means per token.
+    rule: when texts end, see above.
   """
   num_prompts = len(ids)
   batch = text_entries(ids, lengths) | {'logit_columns': lengths[:, None] - 1}
@@ -163,7 +167,7 @@ def beam_search(
     return _Search(cache=cache, num_generated=length, logprobs=live, tokens=live_tokens, done=done)
 
   def may_improve(search: _Search) -> jax.Array:
-    # A live text's log-probability only falls: its best possible score is at the longest or at the shortest length.
+    # A live text's log-probability only falls: its best possible score has the longest or the shortest length.
     longest = normalize(search.logprobs[:, 0], max_tokens)
     shortest = normalize(search.logprobs[:, 0], search.num_generated + 1)
     return jnp.any(jnp.maximum(longest, shortest) > search.done.scores[:, -1])
@@ -182,7 +186,7 @@ def beam_search(
   search = _Search(
     cache=write_tokens(empty_cache, take_slots(prompts, parents), jnp.zeros_like(parents), lengths[parents]),
     num_generated=jnp.zeros((), jnp.int32),
-    # At first all beams of a prompt are the same text, so only the first one counts.
+    # At first all beams of a prompt are the same text: only the first one counts.
     logprobs=none.at[:, 0].set(0.0),
     tokens=tokens,
     done=_texts(0, none, tokens, none),
@@ -192,7 +196,7 @@ def beam_search(
 
 
 def _best(search: _Search, totals: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The W best continuations by `totals` [P, W, V]: (log-probabilities, numbers of the live texts, tokens)."""
+  """Returns the W best continuations by `totals` [P, W, V]: (log-probabilities, numbers of live texts, tokens)."""
   num_prompts, num_beams, vocab_size = totals.shape
   values, flat = jax.lax.top_k(totals.reshape(num_prompts, -1), num_beams)
   parents, chosen = flat // vocab_size, (flat % vocab_size).astype(jnp.int32)
@@ -201,13 +205,13 @@ def _best(search: _Search, totals: jax.Array) -> tuple[jax.Array, jax.Array, jax
 
 
 def _texts(length: jax.Array | int, logprobs: jax.Array, tokens: jax.Array, scores: jax.Array) -> Beams:
-  """Texts of one length; none where the log-probability is -inf."""
+  """Returns texts of one length; a log-probability of -inf is no text."""
   lengths = jnp.where(logprobs > -jnp.inf, jnp.asarray(length, jnp.int32), 0)
   return Beams(tokens=jnp.where(lengths[:, :, None] > 0, tokens, 0), lengths=lengths, logprobs=logprobs, scores=scores)
 
 
 def _better(old: Beams, new: Beams) -> Beams:
-  """The W best of twice as many texts."""
+  """Returns the W best of 2 W texts."""
   both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), old, new)
   _, order = jax.lax.top_k(both.scores, old.scores.shape[1])
   return jax.tree.map(lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both)

@@ -1,17 +1,17 @@
-"""BlockPool: which blocks of the KV cache hold which text: allocation, shared beginnings, eviction.
+"""BlockPool: allocates blocks of the KV cache to texts, shares the beginnings of prompts, and evicts.
 
     pool = BlockPool(engine)
-    text = pool.open(part=0, chunks=pool.longest(keys, part=0))    # with what earlier prompts left
-    pool.grow(text, num_tokens=300)                                # False: too few blocks are free
-    pool.share(text, key, chunk)                                   # a whole chunk of the prompt, for later ones
+    text = pool.open(part=0, chunks=pool.longest(keys, part=0))    # begins with chunks of earlier prompts
+    pool.grow(text, num_tokens=300)                                # False if too few blocks are free
+    pool.share(text, key, chunk)                                   # lets later prompts use a whole chunk
     pool.close(text)
 
-Texts whose prompts begin alike share the blocks of whole chunks, found by a hash of all tokens up to the chunk's end
-(as in vLLM: Kwon et al., 2023), of the low-rank adapter, which gives the same tokens other keys and values, and of the
-request's `cache_key`. Shared chunks stay after their texts, until blocks are needed: then the least recently used ones
-are evicted. A prompt's last chunks count as less recently used than its first ones, without which none finds them.
+Prompts that begin alike share the blocks of whole chunks. The key of a chunk is a hash of all tokens up to its end (as
+in vLLM: Kwon et al., 2023), of the low-rank adapter, with which the same tokens have other keys and values, and of the
+request's `cache_key`. Shared chunks outlive their texts. When blocks are needed, the least recently used chunks are
+evicted. The last chunks of a prompt count as less recently used than its first ones, without which they are of no use.
 
-Everything here is on the host, and a pure function of the calls, so that all processes hold the same.
+All state is on the host and depends only on the calls, so that all processes agree.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class SharedChunk:
 
 @dataclasses.dataclass(eq=False)
 class Text:
-  """The blocks of one text in their order, and the chunks that some of them belong to."""
+  """The blocks of a text in order, and the shared chunks that some of them belong to."""
 
   part: int
   blocks: list[int]
@@ -56,11 +56,11 @@ class BlockPool:
   """The blocks of an engine, in the parts into which its mesh splits them.
 
   Attributes:
-    num_blocks: of all parts.
+    num_blocks: the number of blocks of all parts.
   """
 
   def __init__(self, engine: Any):
-    """All blocks are free; `engine` has the sizes, see engine_contract.py."""
+    """Begins with all blocks free; `engine` has the sizes, see engine_contract.py."""
     self.num_blocks = engine.num_blocks
     self._block_tokens = engine.block_tokens
     size = engine.num_blocks // engine.num_parts
@@ -71,27 +71,27 @@ class BlockPool:
 
   @property
   def num_used(self) -> int:
-    """Blocks of texts that are open."""
+    """The number of blocks of open texts."""
     return self.num_blocks - sum(self.num_available(part) for part in range(len(self._free)))
 
   def num_available(self, part: int) -> int:
-    """Blocks that new texts can have, those of evicted chunks included."""
+    """Returns how many blocks of a part new texts can have, if all unused chunks are evicted."""
     return len(self._free[part]) + self._num_unused[part]
 
   def longest(self, keys: Sequence[bytes], part: int) -> list[SharedChunk]:
-    """Returns the chunks that a part holds of those with these keys, from the first one on without a gap."""
-    found = []
+    """Returns the part's chunks with these keys, up to the first key without one."""
+    chunks = []
     for key in keys:
       chunk = self._chunks[part].get(key)
       if chunk is None:
         break
-      found.append(chunk)
-    return found
+      chunks.append(chunk)
+    return chunks
 
   def num_needed(self, num_tokens: int, chunks: Sequence[SharedChunk]) -> int:
-    """How many available blocks a text takes that begins with these chunks."""
-    held = sum(len(chunk.blocks) for chunk in chunks if chunk.num_users)
-    return -(-num_tokens // self._block_tokens) - held
+    """Returns how many available blocks a text of `num_tokens` tokens takes that begins with these chunks."""
+    num_in_use = sum(len(chunk.blocks) for chunk in chunks if chunk.num_users)
+    return -(-num_tokens // self._block_tokens) - num_in_use
 
   def open(self, part: int, chunks: Sequence[SharedChunk]) -> Text:
     """Begins a text that has the blocks of these chunks."""
@@ -102,7 +102,7 @@ class BlockPool:
     return Text(part, [block for chunk in chunks for block in chunk.blocks], list(chunks))
 
   def grow(self, text: Text, num_tokens: int) -> bool:
-    """Gives a text the blocks for its first tokens, and returns True; False, and none, where too few are available."""
+    """Gives a text the blocks for its first `num_tokens` tokens; returns False, and changes nothing, without enough."""
     missing = -(-num_tokens // self._block_tokens) - len(text.blocks)
     free = self._free[text.part]
     if missing > self.num_available(text.part):
@@ -115,14 +115,14 @@ class BlockPool:
     return True
 
   def share(self, text: Text, key: bytes, chunk: Chunk) -> None:
-    """Lets later texts use a whole chunk of a text's prompt, unless the same tokens are shared already."""
+    """Lets later texts use a whole chunk of a text's prompt, unless its tokens are shared already."""
     if key not in self._chunks[text.part]:
       blocks = text.blocks[chunk.start // self._block_tokens : chunk.stop // self._block_tokens]
       self._chunks[text.part][key] = shared = SharedChunk(key, tuple(blocks), num_users=1)
       text.chunks.append(shared)
 
   def close(self, text: Text) -> None:
-    """Ends a text; its shared chunks stay."""
+    """Frees the blocks of a text, except its shared chunks."""
     own = dict.fromkeys(text.blocks)
     for chunk in reversed(text.chunks):
       chunk.num_users -= 1
@@ -136,7 +136,7 @@ class BlockPool:
     self._free[text.part] += reversed(own)
 
   def forget(self) -> None:
-    """Drops all shared chunks: their keys and values are of no more use."""
+    """Drops all shared chunks, when their keys and values are no longer valid."""
     for part, unused in enumerate(self._unused):
       for chunk in list(unused):
         self._free[part] += self._take_unused(part, chunk).blocks

@@ -1,15 +1,17 @@
-"""Constrained output: which tokens may come next, by a grammar (through the library llguidance) or a request's fields.
+"""Constrained output: which tokens may come next, by a grammar (with the library llguidance) or a request's fields.
 
     grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=(2,))
-    form = wanted_form(prompt)       # of `response_format` (OpenAI's) or `structured_outputs` (vLLM's); None: any text
+    form = wanted_form(prompt)       # from `response_format` (OpenAI) or `structured_outputs` (vLLM); None: any text
     matcher = form.compile(grammars) # FormError('response_format cannot be used: ...')
     matcher.mask                     # uint32 [W]: bit v % 32 of word v // 32 says whether token v may come next
     matcher.take(token)              # after each token
     matcher.is_over                  # whether only the end of text may follow
 
-    TokenLimits(vocab_size=V, min_tokens=5, end_ids=(2,), form=matcher)     # and what fields of a request leave of it
+    TokenLimits(vocab_size=V, min_tokens=5, end_ids=(2,), form=matcher)     # further limits by fields of a request
 
-Masks are computed on the host, between the steps. Shapes: V vocabulary, W = ceil(V / 32) words.
+Masks are computed on the host, between the steps.
+
+Shapes: V vocabulary, W = ceil(V / 32) words.
 """
 
 import bisect
@@ -34,17 +36,17 @@ _KINDS: dict[str, Kind] = {'json': 'json_schema', 'regex': 'regex', 'choice': 'c
 _ANY_OBJECT = {'type': 'object'}
 _MAX_CHARS = 100_000
 _NUM_TRIED = 3  # tokens
-# Between the tokens of JSON. llguidance's own pattern has no bound, so that a small model may never leave it.
+# Between the tokens of JSON. llguidance's own pattern is unbounded, so that a small model may never leave it.
 _WHITE_SPACE = r'[ \t]{1,2}|\r?\n[ \t]{0,40}'
 
 
 def num_words(vocab_size: int) -> int:
-  """W."""
+  """Returns W."""
   return (vocab_size + 31) // 32
 
 
 def mask_rows(masks: Mapping[int, np.ndarray], num_rows: int, vocab_size: int) -> np.ndarray:
-  """Masks uint32 [num_rows, W] from those of some rows; the other rows may take any token."""
+  """Returns masks uint32 [num_rows, W] with these rows; the other rows may take any token."""
   array = np.full((num_rows, num_words(vocab_size)), 0xFFFFFFFF, np.uint32)
   for row, mask in masks.items():
     array[row] = mask
@@ -55,23 +57,29 @@ class Grammars:
   """Compiles grammars for one tokenizer."""
 
   def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]):
-    """Reads nothing yet; V is at least the tokenizer's, and `end_ids` may end a text that the grammar accepts."""
+    """Reads nothing yet.
+
+    Args:
+      tokenizer: the tokenizer.
+      vocab_size: V, at least the tokenizer's.
+      end_ids: tokens that may end a text that the grammar accepts.
+    """
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._end_ids = tuple(end_ids)
     self._lock = threading.Lock()
 
   def compile(self, kind: Kind, text: str, *, end_ids: Sequence[int] | None = None) -> 'Matcher':
-    """Makes the matcher of one sequence, before its first token.
+    """Returns the matcher of a sequence before its first token.
 
     Args:
       kind: the language of `text`: a JSON schema, a regular expression, a grammar in Lark's notation, or a JSON array
-        of the texts to choose from.
-      text: what the generated text must match as a whole.
+        of texts to choose from.
+      text: what the whole generated text must match.
       end_ids: tokens that end the sequence; None takes the model's.
 
     Raises:
-      UserError: `text` is wrong, uses what llguidance does not have, or is too large; the message is a clause.
+      UserError: `text` is invalid, too large, or uses what llguidance does not have; the message is a clause.
     """
     require('serve', 'llguidance', wants='a fixed form of the output')
     import llguidance
@@ -98,24 +106,24 @@ class Grammars:
     if matcher.is_error():
       raise UserError(_clause(matcher.get_error()))
     end_ids = self._end_ids if end_ids is None else end_ids
-    made = Matcher(matcher, self._vocab_size, end_ids, all_ends=[*tokenizer.eos_tokens, *end_ids])
-    if made.is_over:
-      cannot_begin = made.failure is None or made.failure.startswith('NoExtension')
-      raise UserError('no token of this model can begin it' if cannot_begin else made.failure)
-    tried = made.copy()  # most of what is too complex for llguidance's limits shows at once
+    first = Matcher(matcher, self._vocab_size, end_ids, all_ends=[*tokenizer.eos_tokens, *end_ids])
+    if first.is_over:
+      cannot_begin = first.failure is None or first.failure.startswith('NoExtension')
+      raise UserError('no token of this model can begin it' if cannot_begin else first.failure)
+    trial = first.copy()  # a grammar that is too complex for llguidance's limits mostly fails at once
     for _ in range(_NUM_TRIED):
-      allowed = np.flatnonzero(np.unpackbits(tried.mask.view(np.uint8), bitorder='little'))
+      allowed = np.flatnonzero(np.unpackbits(trial.mask.view(np.uint8), bitorder='little'))
       others = np.setdiff1d(allowed, [*tokenizer.eos_tokens, *end_ids])
       if not others.size:
         break
-      tried.take(int(others[0]))
-    if tried.failure:
-      raise UserError(tried.failure)
-    return made
+      trial.take(int(others[0]))
+    if trial.failure:
+      raise UserError(trial.failure)
+    return first
 
   @functools.cached_property
   def _table(self) -> Any:
-    """The tokenizer as llguidance reads it."""
+    """The tokenizer as an LLTokenizer."""
     import llguidance
 
     if isinstance(self._tokenizer, ByteTokenizer):
@@ -130,15 +138,15 @@ class Matcher:
   """The state of one sequence in its grammar.
 
   Attributes:
-    mask: uint32 [W], which tokens may come next.
-    is_over: whether nothing but the end of text may follow.
-    failure: why the grammar became too complex for llguidance's limits, a clause; None as long as it has not.
+    mask: uint32 [W], the tokens that may come next.
+    is_over: whether only the end of text may follow.
+    failure: why the grammar became too complex for llguidance's limits, a clause; None if it has not.
   """
 
   is_free = False  # any token may come from now on
 
   def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], all_ends: Sequence[int]):
-    """Wraps a matcher of llguidance, for which also others of `all_ends` are ends, than those that are allowed."""
+    """Wraps a matcher of llguidance, which ends texts with any of `all_ends`; only `end_ids` are allowed."""
     self._matcher = matcher
     self._vocab_size = vocab_size
     self._end_ids = tuple(end_ids)
@@ -146,11 +154,11 @@ class Matcher:
     self._update()
 
   def copy(self) -> 'Matcher':
-    """One for another sequence, at the same place."""
+    """Returns a matcher for another sequence with the same tokens so far."""
     return Matcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids, tuple(self._all_ends))
 
   def take(self, token: int) -> None:
-    """Goes on after a token that the mask allows, which is no end of text."""
+    """Adds a token that the mask allows and that does not end the text."""
     self._matcher.consume_token(token)  # an error shows in is_over and failure
     self._update()
 
@@ -174,10 +182,10 @@ class Matcher:
 
 
 class Vocabulary:
-  """The bytes of all tokens, to look up which tokens begin with some bytes, or have them inside."""
+  """The bytes of all tokens, to look up the tokens that begin with some bytes or contain them."""
 
   def __init__(self, tokens: Sequence[bytes]):
-    """`tokens` are the bytes of each token; empty for those that add no text."""
+    """Takes the bytes of each token; empty for tokens without text."""
     self.tokens = tokens
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     self._ids = np.array(order, np.int64)
@@ -186,12 +194,12 @@ class Vocabulary:
     self._ends = np.cumsum([len(token) for token in self._sorted])
 
   def beginning(self, text: bytes) -> np.ndarray:
-    """The tokens that begin with `text`."""
+    """Returns the tokens that begin with `text`."""
     cut = lambda token: token[: len(text)]
     return self._ids[bisect.bisect_left(self._sorted, text, key=cut) : bisect.bisect_right(self._sorted, text, key=cut)]
 
   def containing(self, text: bytes) -> np.ndarray:
-    """The tokens that have `text` inside."""
+    """Returns the tokens that contain `text`."""
     places, place = [], self._joined.find(text)
     while place >= 0:
       number = int(np.searchsorted(self._ends, place, side='right'))
@@ -203,7 +211,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadWords:
-  """Texts that may not appear: each token that would complete one of `words` is left out, however it is split."""
+  """Texts that may not appear: excludes each token that would complete one of `words`, however it is tokenized."""
 
   words: tuple[bytes, ...]
   vocabulary: Vocabulary
@@ -226,11 +234,12 @@ class BadWords:
 
 
 class TokenLimits:
-  """The tokens that the fields of a request leave, of those that its form allows; a sequence takes it for a Matcher.
+  """The tokens that both the fields of a request and its form allow, with the interface of a Matcher.
 
   Attributes:
-    mask, is_over, failure: as of a Matcher. Where only the end may follow the form, `min_tokens` does not hold it up.
-    is_free: whether any token may come from now on, so that the mask need not be applied.
+    mask, is_over, failure: as in Matcher. If only the end of text may follow the form, `min_tokens` does not prevent
+      it.
+    is_free: whether any token may come from now on, so that no mask is needed.
   """
 
   def __init__(
@@ -247,11 +256,11 @@ class TokenLimits:
 
     Args:
       vocab_size: V.
-      min_tokens: how many tokens come before one of `end_ids` may.
+      min_tokens: how many tokens must precede one of `end_ids`.
       end_ids: tokens that end the sequence.
       allowed_ids: the only tokens that may come; None allows all.
       bad_words: what the text may not contain.
-      form: the matcher of the form that the text has.
+      form: the matcher of the text's form.
     """
     self._vocab_size = vocab_size
     self._min_tokens = min_tokens
@@ -259,7 +268,7 @@ class TokenLimits:
     self._allowed_ids = allowed_ids
     self._bad_words = bad_words
     self._form = form
-    self._text = b''  # as much of its end as may begin a bad word
+    self._text = b''  # the end of the text that may begin a bad word
     self._num_taken = 0
     allowed = np.zeros(num_words(vocab_size), np.uint32)
     ids = np.arange(vocab_size) if allowed_ids is None else np.array(allowed_ids, np.int64)
@@ -268,13 +277,13 @@ class TokenLimits:
     self._update()
 
   def copy(self) -> 'TokenLimits':
-    """One for another sequence, at the same place."""
+    """Returns the limits of another sequence with the same tokens so far."""
     other = copy.copy(self)
     other._form = None if self._form is None else self._form.copy()
     return other
 
   def take(self, token: int) -> None:
-    """Goes on after a token that the mask allows, which is no end of text."""
+    """Adds a token that the mask allows and that does not end the text."""
     self._num_taken += 1
     if self._form is not None:
       self._form.take(token)
@@ -301,12 +310,12 @@ class TokenLimits:
 
 
 def _bits(ids: np.ndarray) -> np.ndarray:
-  """The bit of each token in its word of a mask."""
+  """Returns the bit of each token in its word of a mask."""
   return np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
 
 
 class _Bytes:
-  """A ByteTokenizer as llguidance's TokenizerWrapper wants it."""
+  """A ByteTokenizer with the interface that llguidance's TokenizerWrapper needs."""
 
   def __init__(self, tokenizer: ByteTokenizer):
     self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
@@ -318,11 +327,11 @@ class _Bytes:
 
 
 def _rewritten(schema: str) -> str:
-  """A JSON schema in the keywords that llguidance has."""
+  """Rewrites a JSON schema with the keywords that llguidance has."""
   try:
     return json.dumps(rewrite(json.loads(schema)))
   except (ValueError, RecursionError):
-    return schema  # which llguidance refuses
+    return schema  # llguidance refuses it
 
 
 _NO_KEYWORDS = re.compile(r'.*Unimplemented keys: \[(.*?)\]')
@@ -330,7 +339,7 @@ _PLACE = re.compile(r'^at \d+\(\d+\): (failed to compile JSON schema: )?')
 
 
 def _clause(message: str) -> str:
-  """An error of llguidance on one line, without the picture of its place."""
+  """Returns an error of llguidance on one line, without the excerpt of the grammar."""
   if keywords := _NO_KEYWORDS.match(message):
     named = keywords[1].replace('"', '')
     return f'grammars have no {named}: leave it out, or let "x-guidance": {{"lenient": true}} in the schema ignore it'
@@ -339,7 +348,7 @@ def _clause(message: str) -> str:
 
 
 class FormError(UserError):
-  """The form of an output cannot be had; `field` is the one that says it."""
+  """A form of the output that cannot be used; `field` is the request's field that asks for it."""
 
   def __init__(self, message: str, field: str):
     super().__init__(message)
@@ -348,19 +357,19 @@ class FormError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputForm:
-  """A grammar that a whole text must match: `value` in the language `kind`; `field` is where the request gives it."""
+  """A grammar that a whole text must match: `value` in the language `kind`, from the request's field `field`."""
 
   field: str
   kind: Kind
   value: Any
 
   def compile(self, grammars: Grammars, end_ids: Sequence[int] | None = None) -> Matcher:
-    """Makes the matcher of one text, as Grammars.compile; raises a FormError where the form cannot be had."""
+    """Returns the matcher of a text, see Grammars.compile; raises a FormError if the form cannot be used."""
     field, value = self.field, self.value
     if self.kind in ('regex', 'grammar'):
       text = value if isinstance(value, str) and value else None
     elif self.kind == 'choice':
-      is_choice = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+      is_choice = isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
       text = json.dumps(value) if is_choice else None
     else:
       text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict | bool) else None
@@ -373,18 +382,18 @@ class OutputForm:
       raise FormError(f'{field} cannot be used: {error}.', field) from error
 
 
-def wanted_form(given: Any, *others: OutputForm) -> OutputForm | None:
-  """Returns the form that an object asks for by those of these fields that it has; None where it asks for none.
+def wanted_form(request: Any, *others: OutputForm) -> OutputForm | None:
+  """Returns the form that a request asks for; None if it asks for none.
 
   Args:
-    given: with the fields `structured_outputs` and perhaps `response_format`.
+    request: an object with the field `structured_outputs` and perhaps `response_format`.
     others: forms that follow from other fields.
 
   Raises:
-    FormError: it asks for several forms, or for one of a kind that is not known here.
+    FormError: the request asks for several forms, or for an unknown kind.
   """
   wanted = list[OutputForm]()
-  for name, value in (given.structured_outputs or {}).items():
+  for name, value in (request.structured_outputs or {}).items():
     field = f'structured_outputs.{name}'
     if name == 'json_object' and value is True:
       wanted.append(OutputForm(field=field, kind='json_schema', value=_ANY_OBJECT))
@@ -392,7 +401,7 @@ def wanted_form(given: Any, *others: OutputForm) -> OutputForm | None:
       wanted.append(OutputForm(field=field, kind=_KINDS[name], value=value))
     elif value not in (None, False):
       raise FormError(f'{field} is not supported here: leave it out.', field)
-  response = getattr(given, 'response_format', None) or {'type': 'text'}
+  response = getattr(request, 'response_format', None) or {'type': 'text'}
   if response.get('type') == 'json_object':
     wanted.append(OutputForm(field='response_format', kind='json_schema', value=_ANY_OBJECT))
   elif response.get('type') == 'json_schema':

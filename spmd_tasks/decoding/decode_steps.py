@@ -134,7 +134,7 @@ class DecodeModel:
     return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
 
   def _read_tokens(self, variables: Variables, cache: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
-    """Reads a batch's tokens after those in the KV cache, as `Forward` of step_functions.py says; returns boxes.
+    """Reads a batch's tokens after those in the KV cache, as `Forward` of decode_state.py says; returns boxes.
 
     Raises a UserError: the model cannot generate text.
     """

@@ -4,17 +4,16 @@
     inputs = steps.step.make_inputs(keep, drafts={0: (0, 0, 0), 2: (0, 0)})       # how many drafts, of which slots
     state, outputs = steps.step(variables, state, steps.draft.guess(state, inputs))
 
-A draft model is smaller than the model whose texts it guesses.
-
-It reads the same prompts into a cache of its own with blocks of the same numbers, so that what is shared, evicted or
-freed is so for both. It keeps nothing else: it goes on from the larger model's newest token, with that model's sampling
-parameters and with the noise of the positions, by which the larger model draws as well. So the two draw the same token
-as often as their probabilities agree, and what a text becomes does not depend on the draft (see drafts.py).
+A draft model is smaller than the model that checks its drafts, its target. It reads the same prompts into a cache of
+its own, in blocks with the same numbers: a block that is shared, evicted or freed is so in both caches. It keeps
+nothing else: it continues from the target's newest token, with the sampling parameters of the request and the noise of
+the positions, with which the target samples too. So both sample the same token as often as their probabilities agree,
+and the text does not depend on the drafts (drafts.py).
 
 Shapes: N slots, n rows of slots, R rows of a step that checks drafts, k drafts, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -36,12 +35,12 @@ from spmd_tasks.runtime.task import Variables
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel:
-  """A model of the same tokens on the same mesh.
+  """A model with the target's tokens on the target's mesh.
 
   Fields:
     model: the model.
     variables: its padded variables, as training stores them.
-    weights_dtype: how they are held, as of DecodeSettings.
+    weights_dtype: how its weights are stored, as in DecodeSettings.
   """
 
   model: PartitionedModel
@@ -50,34 +49,31 @@ class DraftModel:
 
 
 class Draft:
-  """What guesses the drafts of a step. This one computes nothing.
+  """Guesses the drafts of a step; the methods of this class do nothing.
 
-  Either the caller has the drafts already, from n-grams of the text (drafts.py), or the model's own heads guess them in
-  the program of the step before (nextn_drafts.py).
+  It stands for drafts that the caller finds by n-grams of the text (drafts.py), and for drafts by the model's own
+  heads, which guess in the program of the step before (nextn_drafts.py).
 
   Attributes:
-    is_model: whether a model guesses, so that the caller says only how many drafts it wants.
+    is_model: whether a model guesses, so that the caller only says how many drafts it wants.
   """
 
   def __init__(self, *, is_model: bool = False):
     self.is_model = is_model
 
   def init(self) -> None:
-    """Begins with empty slots."""
-
-  def free(self) -> None:
-    """Frees the memory of the devices, until `init`."""
+    """Empties all slots."""
 
   def prefill(self, batch: PrefillBatch) -> None:
-    """Reads the chunks that the model reads."""
+    """Reads the chunks that the target reads."""
     del batch
 
   def guess(self, state: DecodeState, inputs: StepInputs) -> StepInputs:
     """Returns the inputs of a step with its drafts, which may stay on the device.
 
     Args:
-      state: the state of the model before the step.
-      inputs: the inputs, with rows for the drafts; without, only the newest tokens are read.
+      state: the target's state before the step.
+      inputs: the inputs, with rows for the drafts. Without rows, a draft model only reads the newest tokens.
     """
     del state
     return inputs
@@ -90,40 +86,32 @@ class Draft:
 
 
 class ModelDraft(Draft):
-  """The compiled programs of a draft model, and its cache."""
+  """Guesses drafts by a draft model, with a cache of its own."""
 
   def __init__(self, draft: DraftModel, model: DecodeModel, target: DecodeLayout):
     """Compiles nothing yet.
 
     Args:
-      draft: the model.
-      model: the same model, as `decode_model_of` makes it.
-      target: the layout for the model that checks the drafts.
+      draft: the draft model.
+      model: the same model, as `decode_model_of` returns it.
+      target: the layout of the target.
 
     Raises:
-      UserError: the model has windows or an encoder, or the mesh splits its cache otherwise.
+      UserError: the draft model has windows or an encoder, or the mesh splits its cache into other parts.
     """
     super().__init__(is_model=True)
     self._programs = DecodePrograms(model, DecodeLayout(model, target=target))
     self._prefill = Prefill(self._programs)
-    self._load: Callable[[], Any] | None = functools.partial(model.storage.store, draft.variables)
-    self._variables: Any = None  # on the devices, when _load is None
+    self._given_variables = draft.variables
+    self._variables: Any = None  # these, stored and arranged; made by the first `init`
     self._state: Any = None
 
   def init(self) -> None:
-    """Empties the cache, and brings the weights to the devices if they are not there."""
-    if self._load is not None:
-      self._variables, self._load = self._programs.model.arrange(self._load()), None
-    self._state = None  # before there is another
+    if self._variables is None:
+      model = self._programs.model
+      self._variables, self._given_variables = model.arrange(model.storage.store(self._given_variables)), {}
+    self._state = None  # `init_state` allocates another one
     self._state = self._programs.init_state()
-
-  def free(self) -> None:
-    """Frees the cache and moves the weights to the host's memory, until `init`."""
-    self._state = None
-    if self._load is None:
-      shardings = jax.tree.map(lambda leaf: leaf.sharding, self._variables)
-      self._load = functools.partial(jax.device_put, jax.device_get(self._variables), shardings)
-      self._variables = None
 
   def prefill(self, batch: PrefillBatch) -> None:
     self._state, _ = self._prefill(self._variables, self._state, _own_batch(batch))
@@ -140,7 +128,7 @@ class ModelDraft(Draft):
     self._program(inputs, self._arguments(state, inputs))
 
   def _arguments(self, state: DecodeState, inputs: StepInputs) -> tuple[Any, ...]:
-    """Returns the arrays that the program takes: the state, `keep`, n slots, their tables, columns and owners of R."""
+    """Returns the arguments of `_guess` after `own_state`."""
     drafts, tables, slots = inputs.drafts, inputs.tables, inputs.slots
     num_slots = self._programs.model.settings.num_slots
     if slots is None or len(slots) == num_slots:
@@ -159,7 +147,7 @@ class ModelDraft(Draft):
 
 
 def decode_model_of(draft: DraftModel, target: DecodeModel) -> DecodeModel:
-  """Returns the draft model as decoding calls it, with the sizes of the model that checks its drafts."""
+  """Returns the DecodeModel of a draft model, with the sizes of its target."""
   settings = dataclasses.replace(
     target.settings,
     max_len=target.max_len,
@@ -183,9 +171,18 @@ def _guess(
   columns: jax.Array,
   owners: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
-  """Guesses `num` tokens of n slots; returns the draft model's state and int32 [R], the guess of each row of the step.
+  """Guesses `num` tokens of n slots.
 
-  `state` is the state of the model that checks them, without its cache; `columns` and `owners` are as in DraftRows.
+  Args:
+    num: how many.
+    forward, variables, own_state: the draft model and its state, of which only the cache is used.
+    state: the target's state, without its cache.
+    keep: bool [N], the slots that have a sequence.
+    slots, tables: int32 [n] and [D, n/D, M], the slots and their blocks.
+    columns, owners: as in DraftRows.
+
+  Returns:
+    The draft model's new state, and the draft of each row of the step, int32 [R].
   """
   rows = jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode='clip'), state)
   busy = jnp.take(keep, slots, mode='fill', fill_value=False)
@@ -198,19 +195,19 @@ def _guess(
     rows, outputs = generate_tokens(fitted, variables, rows, inputs)
     return rows, outputs.tokens
 
-  # Once more than there are drafts: the last one may be right, and is then to be in the cache.
+  # Once more than there are drafts: if the last one is right, its keys and values must be in the cache.
   rows, tokens = jax.lax.scan(next_token, rows, length=num + 1)
   drafts = jnp.where(columns > 0, tokens[jnp.maximum(columns - 1, 0), owners], 0)
   return own_state.replace(cache=rows.cache), drafts
 
 
 def _own_batch(batch: PrefillBatch) -> PrefillBatch:
-  """Returns what a draft model reads of a prefill."""
+  """Returns the batch without what a draft model does not compute: scores, and masks of the first token."""
   return batch.replace(targets=None, masks=None)
 
 
 def _with_vocabulary(forward: Forward, size: int) -> Forward:
-  """A forward function whose logits have V entries: noise is drawn for so many."""
+  """Returns `forward` with logits of the target's V entries, as noise is drawn for V tokens."""
 
   def fitted(variables: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     logits, new = forward(variables, cache, batch)

@@ -2,13 +2,13 @@
 
     drafts = NgramDrafts(prompt_ids)
     drafts.push(token)               # each generated token
-    drafts.guess(4)                  # up to 4 tokens, () where the last two tokens are new together
+    drafts.guess(4)                  # 4 tokens, or () if the last two tokens have not occurred together before
 
-Speculative decoding: a step computes a text's newest token and its drafts at once, each as a row of its own, and draws
-after each one as a step without drafts does, with the noise of its position. It keeps tokens up to the first that
-is not the one drafted. So a text has the tokens that it has without drafts, drawn ones too, which are not only of the
-same distribution: the draft is accepted with the probability that the model gives it, which is what rejection sampling
-of a certain guess does (Leviathan et al., 2023; with shared noise: Daliri et al., 2024).
+Speculative decoding: a step computes a text's newest token and its drafts at once, each in a row of its own. It samples
+after each row as a step without drafts does, with the noise of its position, and keeps the tokens up to the first one
+that differs from its draft. So a text has the same tokens with and without drafts, sampled ones too. The model accepts
+a draft with the probability that it gives it, as rejection sampling accepts a deterministic guess (Leviathan et al.,
+2023; with shared noise: Daliri et al., 2024).
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ _SIZES = (3, 2)  # of n-grams, the longest first
 
 
 class NgramDrafts:
-  """A text with the places where each of its n-grams ended last."""
+  """A text, and the place at which each of its n-grams ended last."""
 
   def __init__(self, ids: Iterable[int]):
     self._ids: list[int] = []
@@ -31,14 +31,14 @@ class NgramDrafts:
       self.push(token)
 
   def push(self, token: int) -> None:
-    """Adds a token: it follows the n-grams that ended the text."""
+    """Appends a token to the text."""
     for size in _SIZES:
       if len(self._ids) >= size:
         self._ends[tuple(self._ids[-size:])] = len(self._ids)
     self._ids.append(token)
 
   def guess(self, num: int) -> tuple[int, ...]:
-    """What followed the text's last n-gram before; a text that repeats itself is taken to go on so."""
+    """Returns the `num` tokens that followed the text's last n-gram before, repeated if there are fewer."""
     length = len(self._ids)
     for size in _SIZES:
       end = self._ends.get(tuple(self._ids[-size:]))
@@ -48,14 +48,14 @@ class NgramDrafts:
 
 
 class DraftRows(struct.PyTreeNode):
-  """The rows of a step that checks drafts: for each of n slots its newest token, then its drafts, one after another.
+  """The rows of a step that checks drafts: for each of n slots the newest token, followed by the slot's drafts.
 
   Attributes:
-    owners: int32 [R], the place among the n of each row's slot; n where a row is not used.
+    owners: int32 [R], the index of the row's slot among the n; n for an unused row.
     columns: int32 [R], 0 for the slot's newest token, i for its i-th draft.
-    tokens: int32 [R], the drafts; 0 elsewhere.
-    earlier: int32 [R, k], the rows of the tokens 1, 2, .. k places before in the same text; R where there is none.
-    rows: int32 [n, k + 1], the row of each slot's column; R where there is none.
+    tokens: int32 [R], the drafts; 0 in other rows.
+    earlier: int32 [R, k], the rows of the 1, 2, .. k tokens before in the same text; R if there is none.
+    rows: int32 [n, k + 1], the row of each column of a slot; R if there is none.
   """
 
   owners: Any
@@ -65,7 +65,10 @@ class DraftRows(struct.PyTreeNode):
   rows: Any
 
   def tables_of_slots(self, tables: np.ndarray, none: int) -> np.ndarray:
-    """Returns one block table per slot, int32 [D, n/D, M], on the host; slots without rows get `none`."""
+    """Returns the table of each slot, int32 [D, n/D, M], from tables of the rows on the host.
+
+    Slots without rows get blocks `none`.
+    """
     num_parts, _, size = tables.shape
     of_slots = np.full((num_parts * -(-len(self.rows) // num_parts), size), none, np.int32)
     (busy,) = np.nonzero(self.rows[:, 0] < len(self.owners))
@@ -73,7 +76,7 @@ class DraftRows(struct.PyTreeNode):
     return of_slots.reshape(num_parts, -1, size)
 
   def tables_of_texts(self, tables: Any) -> Any:
-    """The blocks of the n texts, int32 [D, n/D, M], from those of the rows [D, R/D, M]."""
+    """Returns the tables of the n texts, int32 [D, n/D, M], from the tables of the rows [D, R/D, M]."""
     num_parts, _, size = tables.shape
     first = jnp.take(tables.reshape(-1, size), self.rows[:, 0], axis=0, mode='fill', fill_value=2**30)
     added = -len(first) % num_parts

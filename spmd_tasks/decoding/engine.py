@@ -1,7 +1,7 @@
-"""ModelEngine: implements Engine with the compiled DecodeSteps of a model.
+"""ModelEngine: implements Engine with the DecodeSteps of a model.
 
     engine = ModelEngine(DecodeSteps(model), variables)
-    engine.warm_up()                      # compiles; nothing is compiled afterwards
+    engine.warm_up()                      # compiles all programs
     scheduler = Scheduler(engine)
 
 Weights and cache stay on the model's mesh, padded and sharded as in training.
@@ -23,7 +23,7 @@ from spmd_tasks.decoding.steps import DecodeSteps
 
 
 class _OnDevice:
-  """Outputs whose copy to the host has begun."""
+  """Outputs on the device, and their copy to the host, which the constructor starts."""
 
   def __init__(self, outputs: Outputs):
     self._outputs = outputs
@@ -45,7 +45,14 @@ class ModelEngine:
   """
 
   def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False, constrain: bool = False):
-    """Compiles nothing yet; the last two say whether prompts may be scored and sequences may have token masks."""
+    """Compiles nothing yet.
+
+    Args:
+      steps: the compiled programs.
+      weights: the model's variables, padded arrays on the mesh.
+      score_prompts: whether prompts may be scored.
+      constrain: whether sequences may have token masks.
+    """
     layout = steps.layout
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, layout.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = layout.block_tokens, layout.num_blocks, layout.num_parts
@@ -81,7 +88,7 @@ class ModelEngine:
       self.prefill(chunks, score_prompts=score).read()
     masks = {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}
     for num_rows in self._steps.step.row_counts:
-      keep = np.arange(self.num_slots) < num_rows  # no slot is active
+      keep = np.arange(self.num_slots) < num_rows  # these slots are not active
       self.step(keep).read()
       if self._constrain:
         may_draft = dict.fromkeys(range(num_rows), ()) if self.has_draft_model else None
@@ -93,17 +100,17 @@ class ModelEngine:
 
   def reset(self) -> None:
     self.cache_epoch += 1
-    self._state = None  # before `init`: memory may have no room for two states
+    self._state = None  # first: memory may have no room for two states
     self._state = self._steps.init()
 
   def take_kept(self) -> None:
-    """Begins with the state that an earlier engine of the same steps left, if there is one, or with a new one."""
+    """Takes the state that an earlier engine of the same steps left; without one, a new one."""
     self._state, self._steps.kept_state = self._steps.kept_state, None
     if self._state is None:
       self.reset()
 
   def keep(self) -> None:
-    """Leaves the state for the next engine, and ends this one; no sequence is in a slot."""
+    """Leaves the state for the next engine, and ends this one; no slot may have a sequence."""
     self._steps.kept_state, self._state = self._state, None
 
   def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
@@ -135,7 +142,7 @@ class ModelEngine:
     for slot, block in grown:
       self._blocks[slot].append(block)
     inputs = self._steps.step.make_inputs(keep, masks=masks, blocks=self._blocks, drafts=drafts)
-    # A draft model guesses nothing beside token masks, but it is to know the tokens.
+    # With token masks there are no drafts, but a draft model must read the tokens.
     if drafts and (masks or inputs.drafts is not None):
       inputs = self._steps.draft.guess(self._state, inputs)
     self._state, outputs = self._steps.step(self._arranged, self._state, inputs)

@@ -1,12 +1,12 @@
-r"""GeneratedSequence: one request while its tokens are generated, and its growing text.
+r"""GeneratedSequence: a request, its generated tokens and its growing text.
 
     text = IncrementalText(tokenizer.decode, stop=('\n\n',))
     for token in tokens:
-      print(text.push(token), end='')       # only whole characters, and nothing of a stop string
+      print(text.push(token), end='')       # only whole characters, and no part of a stop string
     print(text.finish(), end='')
 
-The scheduler gives each step's outputs to `GeneratedSequence.take`, which returns a Delta: the new text, the
-log-probabilities that belong to it, and whether the sequence has ended.
+The scheduler passes the outputs of each step to `GeneratedSequence.take`, which returns a Delta: the new text, its
+log-probabilities, and whether the sequence has ended.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,23 +20,23 @@ from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.requests import Chunk, Request
 
-# `cancelled`: nobody waits for the sequence any more. `cut`: the server shut down first. `error`: the engine failed.
+# `cancelled`: the client is gone. `cut`: the server shut down first. `error`: the engine failed.
 FinishReason = Literal['stop', 'length', 'cancelled', 'cut', 'error']
 
-_UNFINISHED = '\ufffd'  # decoders return this for bytes that are not, or not yet, a character
-_WINDOW = 8  # at most this many earlier tokens are decoded again with each new one
+_UNFINISHED = '\ufffd'  # what decoders return for bytes that are not, or not yet, a character
+_WINDOW = 8  # how many earlier tokens are decoded again with each new one, at most
 
 
 class IncrementalText:
   """Decodes a growing list of tokens into pieces of text that never change again.
 
-  Text that may still change is held back: a character whose last bytes are missing, and characters that may begin a
-  stop string. All pieces together are `decode` of all tokens, up to the first stop string.
+  Withholds text that may still change: a character whose last bytes are missing, and characters that may begin a stop
+  string. The pieces join to `decode` of all tokens, up to the first stop string.
 
   Attributes:
     text: all pieces so far.
-    last_piece: what the last call of `push` or `finish` decoded, before stop strings hold it back or cut it.
-    stop: the stop string that ended the text, None where none did.
+    last_piece: what the last call of `push` or `finish` decoded, before stop strings withhold or cut it.
+    stop: the stop string that ended the text; None if none did.
   """
 
   def __init__(
@@ -52,21 +52,21 @@ class IncrementalText:
     Args:
       decode: turns tokens into text.
       stop: the stop strings.
-      kept_stops: those of them that stay at the end of the text.
-      before: the tokens that the text continues; decoders may give a token another text at the beginning than after
-        others, as those of SentencePiece models drop a space there.
+      kept_stops: the stop strings that stay at the end of the text.
+      before: the tokens that the text continues. A token may have another text at the beginning: the decoders of
+        SentencePiece models drop a space there.
     """
     self._decode = decode
     self._stops = tuple(stop)
     self._kept_stops = kept_stops
     self._tokens = list(before[-_WINDOW:])  # the window: the last tokens, which the next token's text may depend on
     known = decode(self._tokens)
-    if known.endswith(_UNFINISHED):  # half a character, which is no part of the continuation
+    if known.endswith(_UNFINISHED):  # half a character, which does not belong to the continuation
       self._tokens, known = [], ''
-    self._num_taken = len(known)  # characters of the window's text that are in earlier pieces
+    self._num_taken = len(known)  # characters of the window that are in earlier pieces
     self._num_waiting = 0  # tokens since a character was completed
-    self._held = ''
-    self._num_exempt = 0  # characters of `_held` in which no stop string ends
+    self._withheld = ''
+    self._num_exempt = 0  # characters of `_withheld` in which no stop string ends
     self.text = self.last_piece = ''
     self.stop: str | None = None
 
@@ -77,9 +77,9 @@ class IncrementalText:
     """
     self._tokens.append(token)
     whole = self._decode(self._tokens)
-    # Bytes may still become characters. Decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run,
-    # also for those of whole characters, until the run is whole. A character has at most 4 bytes, so after 4 tokens
-    # without another character only the last 3 bytes may still begin one.
+    # Bytes may still become characters. Decoders of single bytes (ByteFallback) return U+FFFD for each byte of a run,
+    # whole characters included, until the run is complete. A character has at most 4 bytes, so after 4 tokens without
+    # another character only the last 3 bytes may still begin one.
     stable = whole.rstrip(_UNFINISHED)
     self._num_waiting = self._num_waiting + 1 if len(stable) <= self._num_taken < len(whole) else 0
     if self._num_waiting >= 4:
@@ -96,7 +96,7 @@ class IncrementalText:
     return self._release(piece, is_last=False, may_stop=may_stop)
 
   def push_all(self, tokens: Sequence[int]) -> None:
-    """Adds the last tokens, for callers that read `text` after `finish` only."""
+    """Adds the last tokens, for callers that read `text` only after `finish`."""
     if self._stops:
       for token in tokens:
         self.push(token)
@@ -105,29 +105,29 @@ class IncrementalText:
 
   @property
   def num_chars(self) -> int:
-    """Number of characters so far, with those that may begin a stop string."""
-    return len(self.text) + len(self._held)
+    """The number of characters so far, with those that may begin a stop string."""
+    return len(self.text) + len(self._withheld)
 
   def finish(self) -> str:
-    """Returns the last piece; call it when no token follows."""
+    """Returns the last piece, when no token follows."""
     return self._release(self._decode(self._tokens)[self._num_taken :], is_last=True)
 
   def _release(self, piece: str, *, is_last: bool, may_stop: bool = True) -> str:
     self.last_piece = piece
     if self.stop is not None:
       return ''
-    held = self._held + piece
+    pending = self._withheld + piece
     if not may_stop:
-      self._num_exempt = len(held)
-    places = [(held.find(stop, max(0, self._num_exempt - len(stop) + 1)), stop) for stop in self._stops]
+      self._num_exempt = len(pending)
+    places = [(pending.find(stop, max(0, self._num_exempt - len(stop) + 1)), stop) for stop in self._stops]
     places = [(place, stop) for place, stop in places if place >= 0]
     if places:
-      end, self.stop = min(places, key=lambda at: (at[0], -len(at[1])))
+      end, self.stop = min(places, key=lambda match: (match[0], -len(match[1])))
       end += len(self.stop) if self.stop in self._kept_stops else 0
-      released, self._held = held[:end], ''
+      released, self._withheld = pending[:end], ''
     else:
-      num_held = 0 if is_last else begun_length(held, self._stops)
-      released, self._held = held[: len(held) - num_held], held[len(held) - num_held :]
+      end = len(pending) - (0 if is_last else begun_length(pending, self._stops))
+      released, self._withheld = pending[:end], pending[end:]
       self._num_exempt = max(0, self._num_exempt - len(released))
     self.text += released
     return released
@@ -138,9 +138,10 @@ class TokenLogprob:
   """A token, its log-probability, and the likeliest tokens with theirs.
 
   Fields:
-    offset: position of the token's text in the generated text; negative for tokens of the prompt.
-    text: what the token adds to the text, so that these join to it; of the tokens of one character the last has it.
-    logprob: None for a prompt's first token.
+    token: the token.
+    offset: the position of the token's text in the generated text; negative for tokens of the prompt.
+    text: what the token adds to the text; the last token of a character adds it.
+    logprob: its log-probability; None for a prompt's first token.
     top: (token, log-probability) of the likeliest tokens at this position.
   """
 
@@ -157,11 +158,11 @@ class Delta:
 
   Fields:
     sequence: the sequence.
-    text: the next characters; empty while they may still become a stop string or are part of a character.
-    logprobs: of the tokens that this text comes from, and before them of the prompt's tokens; empty where the request
-      wants none.
-    tokens: those that were generated since the last delta, a stop token included.
-    finish_reason: None while more text follows.
+    text: the next characters; empty while they may become a stop string, or a character is incomplete.
+    logprobs: log-probabilities of the prompt's tokens, if it is scored, and of the tokens of the text; empty if the
+      request wants none.
+    tokens: the tokens that were generated since the last delta, a stop token included.
+    finish_reason: why the sequence ended; None while more text follows.
   """
 
   sequence: 'GeneratedSequence'
@@ -172,19 +173,19 @@ class Delta:
 
 
 class GeneratedSequence:
-  """A request, and the tokens and text that were generated for it so far.
+  """A request, with its generated tokens and text so far.
 
   Attributes:
     request: the request.
-    matcher: allows the tokens that may come next; None where the request is not constrained.
+    matcher: says which tokens may come next; None if the request is not constrained.
     index, owner: for the caller; this class does not use them.
-    num_launched: number of tokens whose computation was launched.
-    num_drafted, num_accepted: tokens that were guessed ahead, and those of them that were right.
-    num_reused: number of the prompt's tokens that the cache held already when the sequence was first admitted.
-    chunk_keys: of the prompt, for the scheduler.
-    num_tokens: number of generated tokens that were fetched, a stop token included.
-    logprobs: of the fetched tokens, where wanted, and before them of the prompt's tokens, where it is scored.
-    finish_reason: None until the sequence ends.
+    num_launched: how many tokens were launched.
+    num_drafted, num_accepted: how many drafts were checked, and how many of them were right.
+    num_reused: how many of the prompt's tokens were in the cache already when the sequence was first admitted.
+    chunk_keys: the keys of the prompt's chunks, for the scheduler.
+    num_tokens: how many generated tokens were fetched, a stop token included.
+    logprobs: log-probabilities of the prompt's tokens, if it is scored, and of the fetched tokens, if wanted.
+    finish_reason: why the sequence ended; None until it ends.
   """
 
   def __init__(
@@ -214,18 +215,18 @@ class GeneratedSequence:
     self._has_logprobs = has_logprobs
     self._tokens: list[int] = []
     self._drafts: NgramDrafts | None = None
-    self._num_known = 0  # how many tokens are still computed again, after `begin_again`
+    self._num_known = 0  # how many tokens are still to be computed again, after `begin_again`
     self._num_scored = 0  # tokens of the prompt
-    self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
-    self._num_told = 0  # how many of `_tokens` are in earlier deltas
+    self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is withheld
+    self._num_reported = 0  # how many of `_tokens` are in earlier deltas
 
   @property
   def text(self) -> str:
-    """The generated text so far, without the part that is held back."""
+    """The generated text so far, without the part that is withheld."""
     return self._text.text
 
   def take(self, outputs: Outputs, row: int, chunk: Chunk | None = None) -> Delta:
-    """Adds row `row` of a step's outputs, or of the outputs of the prefill that read `chunk` (host arrays)."""
+    """Takes row `row` of the outputs (host arrays) of a step, or of the prefill that read `chunk`."""
     if chunk is not None and self.request.score_prompt and chunk.stop > self._num_scored:
       self._take_scores(outputs, row, chunk)
       self._num_scored = chunk.stop
@@ -245,11 +246,11 @@ class GeneratedSequence:
       if token in self.request.kept_stops:
         return self._finish('stop', self._push(outputs, row))
       if self.request.score_prompt:
-        # Clients that score a prompt ask for one token more, and drop the last entry: it must be there.
+        # Clients that score a prompt ask for one more token and drop the last entry, which must exist.
         self._take_logprob(outputs, row, self._text.num_chars)
         return self._finish('stop')
       delta = self._finish('stop')
-      self._take_logprob(outputs, row, self._text.num_chars)  # after the release: a stop token belongs to no text
+      self._take_logprob(outputs, row, self._text.num_chars)  # after the release, as a stop token has no text
       return delta
     piece = self._push(outputs, row)
     if self._text.stop is not None:
@@ -264,12 +265,12 @@ class GeneratedSequence:
 
   @property
   def is_constrained(self) -> bool:
-    """Whether the next token may not be any token, so that it follows from those so far."""
+    """Whether the next token must be one of a mask, which depends on all tokens so far."""
     return self.matcher is not None and (self._num_known > 0 or not self.matcher.is_free)
 
   @property
   def mask(self) -> np.ndarray | None:
-    """Which tokens may come next, uint32 [W]; None where the request is not constrained."""
+    """The tokens that may come next, uint32 [W]; None if the request is not constrained."""
     if self.matcher is None or not self.is_constrained:
       return None
     if not self._num_known:
@@ -279,14 +280,14 @@ class GeneratedSequence:
     return mask
 
   def may_draft(self, num_drafts: int) -> bool:
-    """Whether the sequence ever has drafts, on an engine that checks so many; a form allows each token by itself."""
+    """Returns whether the sequence may have drafts, on an engine that checks so many; a constrained one has none."""
     wanted = self.request.num_drafts
     return self.matcher is None and min(num_drafts, num_drafts if wanted is None else wanted) > 0
 
   def draft(self, num_drafts: int, *, by_model: bool = False) -> tuple[int, ...]:
-    """Guesses the tokens that the next step computes, and those after them, but the last one; all are fetched.
+    """Guesses the tokens that the next step samples, except the last one; all launched tokens are fetched.
 
-    With `by_model` the engine guesses: zeros say how many.
+    With `by_model` the engine guesses, and zeros say how many drafts it should have.
     """
     num = min(num_drafts if self.request.num_drafts is None else self.request.num_drafts, num_drafts)
     num = min(num, self.request.max_tokens - self.num_launched - 1)
@@ -301,15 +302,15 @@ class GeneratedSequence:
     return self._drafts.guess(num)
 
   def begin_again(self) -> None:
-    """Goes back to the prompt, after a preemption: the outputs up to here come once more, and are passed over."""
+    """Starts again from the prompt, after a preemption; `take` skips the outputs up to here."""
     self.num_launched, self._num_known = 0, self.num_tokens
 
   def end(self, reason: FinishReason) -> Delta:
-    """Ends the sequence from outside."""
+    """Ends the sequence for the given reason."""
     return self._finish(reason)
 
   def _push(self, outputs: Outputs, row: int) -> str:
-    """Adds the token of a row to the text, with its log-probability; returns the piece of text."""
+    """Adds the token of a row, and its log-probability; returns the piece of text that it completes."""
     offset = self._text.num_chars
     piece = self._text.push(int(outputs.tokens[row]), may_stop=self.num_tokens > self.request.min_tokens)
     self._take_logprob(outputs, row, offset, self._text.last_piece)
@@ -323,7 +324,7 @@ class GeneratedSequence:
       self.logprobs.append(TokenLogprob(token=token, offset=offset, text=text, logprob=logprob, top=top))
 
   def _take_scores(self, outputs: Outputs, row: int, chunk: Chunk) -> None:
-    """Adds the scores of the tokens that follow the chunk's tokens; the prompt's first token has no score."""
+    """Adds the scores of the tokens after each of the chunk's tokens; the prompt's first token has none."""
     assert outputs.prompt_logprobs is not None
     assert outputs.prompt_top_ids is not None
     assert outputs.prompt_top_logprobs is not None
@@ -352,13 +353,13 @@ class GeneratedSequence:
       end -= 1
     if end > self._num_released and self.logprobs[end - 1].offset >= 0:
       last = self.logprobs[end - 1]
-      # What no token completed, such as half a character, is the last token's; a stop string cuts it.
+      # Text that no token completed, such as half a character, is the last token's; a stop string cuts it.
       whole = (last.text + self._text.last_piece)[: len(self.text) - last.offset]
       self.logprobs[end - 1] = dataclasses.replace(last, text=whole)
     return self._delta(text, self._release(end), reason)
 
   def _delta(self, text: str, logprobs: tuple[TokenLogprob, ...], reason: FinishReason | None = None) -> Delta:
-    tokens, self._num_told = tuple(self._tokens[self._num_told :]), len(self._tokens)
+    tokens, self._num_reported = tuple(self._tokens[self._num_reported :]), len(self._tokens)
     return Delta(sequence=self, text=text, logprobs=logprobs, tokens=tokens, finish_reason=reason)
 
   def _release(self, end: int) -> tuple[TokenLogprob, ...]:
@@ -368,7 +369,7 @@ class GeneratedSequence:
 
 
 def begun_length(text: str, stops: Collection[str]) -> int:
-  """Returns how many characters at the end of `text` begin one of the stops, 0 if none; a whole stop does not count."""
+  """Returns how many characters at the end of `text` begin a stop string, 0 if none; a whole one does not count."""
   if not stops:
     return 0
   longest = max(len(stop) for stop in stops)

@@ -1,11 +1,11 @@
-"""generate, search and complete_groups: a batch job's requests through the scheduler, beam search or one program.
+"""generate, search and complete_groups: complete the requests of a batch job.
 
     for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
       print(number, completion.text)
 
-The first two take an iterable of requests and yield completions in the order in which requests finish; the third is for
-many samples of prompts that all fit at once (group_sampling.py). The server does not use them: it calls the scheduler
-itself, and sends every Delta on.
+`generate` runs requests through the scheduler, and `search` through beam search; both yield completions in the order in
+which requests finish. `complete_groups` draws many samples of prompts that all fit at once, by one program
+(group_sampling.py). The server calls the scheduler itself, and sends every Delta on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,14 +33,13 @@ class Completion:
   Fields:
     request: the request.
     ids: the generated tokens, a stop token included.
-    logprobs, top_logprobs: for each of `ids` its log-probability, and the likeliest tokens with theirs.
-    prompt_logprobs: of the prompt's tokens, the first one's as 0; None where the prompt is not scored.
+    logprobs, top_logprobs: the log-probability of each of `ids`, and the likeliest tokens with theirs.
+    prompt_logprobs: log-probabilities of the prompt's tokens, 0 for the first one; None if the prompt is not scored.
     text: the generated text; it ends before a stop token or stop string.
     finish_reason: why the sequence ended.
-    num_drafted, num_accepted: tokens that were guessed ahead, and those that were right.
-    expert_ids: of `complete_groups`, [T, n], see Samples; None where none are recorded.
-    logprob, score: of beam search only, which gives no log-probability of each token: the whole text's, and the score
-      by which it ranks texts.
+    num_drafted, num_accepted: how many drafts were checked, and how many of them were right.
+    expert_ids: from `complete_groups`, [T, n], see Samples; None if they are not recorded.
+    logprob, score: from beam search, instead of `logprobs`: the log-probability of the whole text, and its score.
   """
 
   request: Request
@@ -70,18 +69,18 @@ def generate(
   """Yields (number of the request, completion) in the order in which requests finish.
 
   Args:
-    steps: compiled for the settings.
-    variables: of the model, padded arrays on the mesh.
+    steps: the compiled programs.
+    variables: the model's variables, padded arrays on the mesh.
     requests: must fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
     decode: turns tokens into text.
-    matchers: of the forms of the requests' texts, each before its first token; None where no request has one.
+    matchers: the matcher of each request's text, at its beginning, or None; None if no request is constrained.
     on_step: called after each step.
-    keep_cache: whether the cache stays in the device's memory for the next `generate` of these steps, which then
-      allocates none; training, which needs the memory in between, says False.
+    keep_cache: whether the cache stays in the device's memory for the next `generate` of these steps; False frees it,
+      for example for training.
   """
   engine = ModelEngine(steps, variables, constrain=matchers is not None)
   engine.take_kept()
-  # No reader waits for the next token of a sequence, so all free slots are filled before each step.
+  # Nobody waits for the next token of a sequence: fill all free slots before each step.
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
   waiting = (
     GeneratedSequence(
@@ -119,7 +118,7 @@ def _completion(sequence: GeneratedSequence) -> Completion:
 
 
 def can_sample(steps: DecodeSteps, requests: Sequence[Request], num_samples: int) -> bool:
-  """Whether `complete_groups` may take the requests: all fit at once, and none is ended or changed by its own text."""
+  """Returns whether `complete_groups` can take the requests: all fit at once, and none depends on its own text."""
   plain = SamplingParams()
 
   def is_plain(request: Request) -> bool:
@@ -141,32 +140,30 @@ def complete_groups(
   num_prompts: int | None = None,
   max_tokens: int | None = None,
 ) -> list[list[Completion]]:
-  """Returns the completions of each request, its samples 0 to n - 1; see `can_sample`.
+  """Returns samples 0 to n - 1 of each request; see `can_sample`.
 
   Args:
-    steps, variables: of the model.
-    requests: as for `generate`.
+    steps, variables, requests, decode: as for `generate`.
     num_samples: n.
-    decode: turns tokens into text.
-    num_prompts, max_tokens: P and M, so that calls with fewer requests, or that ask for fewer tokens, run the same
-      program; None: as many as there are.
+    num_prompts, max_tokens: P and M of the program, if calls with fewer requests or tokens should run the same one;
+      None: as many as the requests have.
   """
   sizes = {'max_len': steps.max_len, 'num_stop_ids': steps.settings.max_stop_ids}
   groups = make_groups(requests, num_prompts or len(requests), **sizes)
   longest = max_tokens or max(request.max_tokens for request in requests)
   samples = jax.device_get(sample(steps.programs, variables, groups, num_samples=num_samples, max_new_tokens=longest))
-  made = []
+  completions = []
   for row, length in enumerate(samples.lengths[: len(requests) * num_samples].tolist()):
     request = requests[row // num_samples].as_sample(row % num_samples)
-    completion = _finished(
+    completion = _completion_of_ids(
       request,
       samples.tokens[:length, row].tolist(),
       decode,
       logprobs=samples.logprobs[:length, row].tolist(),
       expert_ids=None if samples.expert_ids is None else samples.expert_ids[row, : len(request.ids) + length].tolist(),
     )
-    made.append(completion)
-  return [made[start : start + num_samples] for start in range(0, len(made), num_samples)]
+    completions.append(completion)
+  return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
 
 
 def complete_all(
@@ -177,13 +174,13 @@ def complete_all(
   decode: Callable[[Sequence[int]], str],
   on_step: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
-  """Returns the completion of each request, in their order, by beam search the best one; keeps no cache."""
+  """Returns the completion of each request, in order; from beam search, the best one. Keeps no cache."""
   if steps.settings.num_beams > 1:
     beams = search(steps, variables, requests, decode=decode, on_step=on_step)
-    found = {number: completions[0] for number, completions in beams}
+    by_number = {number: completions[0] for number, completions in beams}
   else:
-    found = dict(generate(steps, variables, requests, decode=decode, on_step=on_step, keep_cache=False))
-  return [found[number] for number in range(len(requests))]
+    by_number = dict(generate(steps, variables, requests, decode=decode, on_step=on_step, keep_cache=False))
+  return [by_number[number] for number in range(len(requests))]
 
 
 def search(
@@ -194,7 +191,7 @@ def search(
   decode: Callable[[Sequence[int]], str],
   on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, list[Completion]]]:
-  """Yields (number of the request, its beams, best first). A stop string cuts the text but does not end the search."""
+  """Yields (number of the request, its beams, best first). A stop string cuts a text but does not end the search."""
   waiting = list(requests)
   num_rows = steps.settings.prefill_rows or 1
   for start in range(0, len(waiting), num_rows):
@@ -208,13 +205,15 @@ def search(
           continue
         ids = beams.tokens[row, beam, :length].tolist()
         score, logprob = float(beams.scores[row, beam]), float(beams.logprobs[row, beam])
-        completions.append(_finished(request, ids, decode, score=score, logprob=logprob))
+        completions.append(_completion_of_ids(request, ids, decode, score=score, logprob=logprob))
       yield start + row, completions
     on_step()
 
 
-def _finished(request: Request, ids: list[int], decode: Callable[[Sequence[int]], str], **fields: Any) -> Completion:
-  """The completion of a request by tokens that are all known."""
+def _completion_of_ids(
+  request: Request, ids: list[int], decode: Callable[[Sequence[int]], str], **fields: Any
+) -> Completion:
+  """Returns the completion of a request by all of its tokens."""
   is_stopped = bool(ids) and ids[-1] in request.stop_ids
   text = IncrementalText(decode, request.stop, before=request.ids)
   text.push_all(ids[:-1] if is_stopped else ids)

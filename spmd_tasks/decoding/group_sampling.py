@@ -1,15 +1,15 @@
-"""Group sampling: n completions of each of P prompts by one compiled program, for prompts that are all known at once.
+"""Group sampling: samples n completions of each of P prompts by one program.
 
     groups = make_groups(requests, ...)
     samples = sample(steps.programs, variables, groups, num_samples=8, max_new_tokens=64)
 
-`complete_groups` of generation.py makes texts of the samples.
+`complete_groups` of generation.py turns the samples into texts.
 
-A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
-prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
-no row is active, so that the host waits once. Once half of many rows are active, a loop over these alone goes on, and
-again at a quarter and at a sixteenth, so that the last texts cost little. Tokens are those of the engine: the same keys
-and the same functions draw them.
+A scheduler serves requests that come and go; a rollout of training has all prompts at the beginning. Here each prompt
+is read once, its keys and values are copied to its n rows, and the loop over tokens runs on the device until no row is
+active, so that the host waits once. When half of many rows are finished, a loop over the remaining rows takes over, and
+again at a quarter and a sixteenth, so that the last texts cost little. The tokens are the same as the engine's, sampled
+by the same functions with the same keys.
 
 Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M generated tokens at most, K stop ids.
 """
@@ -25,14 +25,14 @@ import numpy as np
 
 from spmd_tasks.decoding.cache_arrays import EXPERT_IDS, take_slots, write_tokens
 from spmd_tasks.decoding.decode_programs import DecodePrograms
-from spmd_tasks.decoding.decode_state import DecodeState, Forward, emit, text_entries
+from spmd_tasks.decoding.decode_state import DecodeState, Forward, sample_next_tokens, text_entries
 from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
 from spmd_tasks.decoding.step import StepInputs, generate_tokens
 from spmd_tasks.runtime.task import Variables
 
-_MIN_ROWS = 32  # from which on there are loops for fewer
-_MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
+_MIN_ROWS = 32  # for loops over fewer rows
+_MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len; each T is another program
 
 
 class Groups(struct.PyTreeNode):
@@ -43,7 +43,7 @@ class Groups(struct.PyTreeNode):
     lengths, max_tokens: int32 [P], at least 1 and 0.
     seeds: uint32 [P].
     stop_ids: int32 [P, K], padded with -1.
-    sampling: arrays [P], without biases, and without cuts where no prompt has any.
+    sampling: arrays [P], without biases, and without top_k, top_p and min_p if no prompt has them.
   """
 
   ids: Any
@@ -55,11 +55,14 @@ class Groups(struct.PyTreeNode):
 
 
 class Samples(struct.PyTreeNode):
-  """What was drawn: tokens int32 and logprobs float32 [M, R], and lengths int32 [R]; the samples of a prompt follow one
-  another, and what is behind a length means nothing.
+  """The samples, with all samples of a prompt in consecutive rows.
 
-  Where the cache keeps the choices of experts, `expert_ids` int32 [R, S, n] are those of each place of prompt and
-  sample, of all layers one after another.
+  Attributes:
+    tokens: int32 [M, R], the tokens; entries after a row's length have no meaning.
+    logprobs: float32 [M, R], their log-probabilities.
+    lengths: int32 [R], how many tokens each sample has.
+    expert_ids: int32 [R, S, n], the experts of each position of prompt and sample, concatenated over layers; None if
+      the cache does not record them.
   """
 
   tokens: jax.Array
@@ -69,15 +72,16 @@ class Samples(struct.PyTreeNode):
 
 
 def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, num_stop_ids: int) -> Groups:
-  """The arrays of prompts, at most `num_prompts`, as host arrays; further rows draw nothing."""
+  """Returns the arrays of at most `num_prompts` prompts, as host arrays; further rows sample nothing."""
   longest, num_columns = max(len(request.ids) for request in requests), _MIN_COLUMNS
   while num_columns < longest:
     num_columns *= 4
 
   rows = functools.partial(filled_rows, num_prompts)
-  sampling = SamplingArrays.from_params([request.sampling for request in requests], num_prompts)
+  params = [request.sampling for request in requests]
+  sampling = SamplingArrays.from_params(params, num_prompts)
   none: dict[str, Any] = dict.fromkeys(('bias_ids', 'bias_values'))
-  if not any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in (request.sampling for request in requests)):
+  if not any(param.top_k > 0 or param.top_p < 1 or param.min_p > 0 for param in params):
     none |= dict.fromkeys(('top_k', 'top_p', 'min_p'))
   return Groups(
     ids=rows(np.int32, [request.ids for request in requests], 0, min(num_columns, max_len)),
@@ -120,15 +124,14 @@ def sample_groups(
   max_new_tokens: int,
   shrinks: bool = True,
 ) -> Samples:
-  """Draws n completions of each prompt.
+  """Samples n completions of each prompt.
 
   Args:
     forward, variables: the model.
     empty_cache: zeros [..., R, G, S, K].
     groups: the prompts; none has penalties or biases.
     num_samples, max_new_tokens: n and M.
-    shrinks: whether rows that are done may be left out; False where the mesh splits rows. They are not where the cache
-      keeps the choices of experts.
+    shrinks: whether finished rows may be dropped; False if the mesh splits rows. Never if the cache records experts.
   """
   num_prompts = len(groups.ids)
   num_rows = num_prompts * num_samples
@@ -170,15 +173,15 @@ def sample_groups(
 
   shape = (max_new_tokens, num_rows)
   nothing = Samples(tokens=jnp.zeros(shape, jnp.int32), logprobs=jnp.zeros(shape), lengths=jnp.zeros_like(lengths))
-  state, first = emit(logits[:, 0][row], state, None, 0)
+  state, first = sample_next_tokens(logits[:, 0][row], state, None, 0)
   rows: Any = slice(None)
   carry = (jnp.ones((), jnp.int32), state, add(nothing, 0, first, rows))
   shrinks = shrinks and num_rows >= _MIN_ROWS and _expert_ids(state.cache) is None
-  # One row has other bits.
+  # One row alone would have other bits.
   sizes = [size for size in (num_rows // 2, num_rows // 4, num_rows // 16) if shrinks and size >= 4]
   for least in (*sizes, 0):
-    goes_on = lambda carry, least=least: jnp.sum(carry[1].active) > least
-    carry = jax.lax.while_loop(goes_on, functools.partial(advance, rows), carry)
+    is_larger = lambda carry, least=least: jnp.sum(carry[1].active) > least
+    carry = jax.lax.while_loop(is_larger, functools.partial(advance, rows), carry)
     if least:
       number, state, samples = carry
       kept = jnp.argsort(~state.active, stable=True)[:least]
@@ -191,7 +194,7 @@ def sample_groups(
 
 
 def _expert_ids(cache: Any) -> jax.Array | None:
-  """The choices [R, S, n] of a cache with leaves [..., R, 1, S, k]."""
+  """Returns the recorded experts [R, S, n] of a cache with arrays [..., R, 1, S, k]; None if there are none."""
   leaves = sorted((path, leaf) for path, leaf in traverse_util.flatten_dict(cache).items() if path[-1] == EXPERT_IDS)
   if not leaves:
     return None

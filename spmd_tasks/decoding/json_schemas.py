@@ -1,9 +1,9 @@
-"""JSON schemas for grammars: keywords that llguidance lacks in terms of those that it has, and references that move.
+"""JSON schemas for grammars: replaces keywords that llguidance does not have, and moves references.
 
     rewrite({'not': {'type': 'string'}})     # {'type': ['null', 'boolean', 'object', 'array', 'number']}
     moved({'$ref': '#/$defs/City'}, '#/$defs/weather')
 
-What cannot be written otherwise stays, and llguidance refuses it by name.
+A keyword that cannot be replaced stays, and llguidance names it in its error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ _ONE = (  # keywords whose value is a schema
 _LISTS = ('anyOf', 'oneOf', 'allOf', 'prefixItems')
 _MAPS = ('properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas')
 _TYPES = ('null', 'boolean', 'object', 'array', 'number', 'string')
-_MAX_COPIED = 20_000  # characters of a schema that stands once for each name; nested copies would multiply
-_MAX_UNIQUE = 4  # values, which have 65 orders of some of them
+_MAX_COPIED = 20_000  # characters of a schema that is copied for each name, as nested copies multiply
+_MAX_UNIQUE = 4  # values, with 65 ordered selections
 
 
 def map_schemas(schema: Any, function: Callable[[dict[str, Any]], Any]) -> Any:
-  """Returns a schema with a function applied to each object in it that is a schema, the inner ones first."""
+  """Applies a function to every schema inside a schema, inner ones first, and then to the schema itself."""
   if not isinstance(schema, Mapping):
     return schema
   inner = dict(schema)
@@ -38,7 +38,7 @@ def map_schemas(schema: Any, function: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-  """Returns a schema whose references to itself hold if it is at `place` of another one."""
+  """Returns a schema whose references to itself are valid when it is at `place` of another schema."""
 
   def move(part: dict[str, Any]) -> dict[str, Any]:
     reference = part.get('$ref')
@@ -46,21 +46,20 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
       return part
     return {**part, '$ref': place + reference[1:]}
 
-  of_root = ('$id', '$schema', 'x-guidance')
-  return map_schemas({name: value for name, value in schema.items() if name not in of_root}, move)
+  return map_schemas(_without(schema, '$id', '$schema', 'x-guidance'), move)
 
 
 def rewrite(schema: Any) -> Any:
-  """Returns an equal schema without `uniqueItems`, `not` and `propertyNames`, as far as that can be."""
+  """Returns an equivalent schema without `uniqueItems`, `not` and `propertyNames`, as far as possible."""
   try:
     rewritten = map_schemas(schema, lambda part: _without_not(_without_names(_without_unique(part), schema)))
-  except (TypeError, RecursionError):  # a keyword has a value that it cannot have
+  except (TypeError, RecursionError):  # a keyword has an invalid value
     return schema
   return schema if isinstance(rewritten, bool) else rewritten
 
 
 def resolve(reference: Any, root: Any) -> Any:
-  """Returns the schema that a `$ref` to `root` names; None if there is none."""
+  """Returns the schema inside `root` that a `$ref` names; None if there is none."""
   if not isinstance(reference, str) or not reference.startswith('#'):
     return None
   part = root
@@ -74,7 +73,7 @@ def _without(schema: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _values(schema: Any) -> list[Any] | None:
-  """The values that a schema lists; None if it lists none."""
+  """Returns the values that a schema lists; None if it lists none."""
   if not isinstance(schema, Mapping):
     return None
   values = schema.get('enum', [schema['const']] if 'const' in schema else None)
@@ -97,7 +96,7 @@ def _without_unique(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuple(values: Sequence[Any]) -> dict[str, Any]:
-  """The schema of an array of these values."""
+  """Returns the schema of an array of these values."""
   size = len(values)
   items = {'prefixItems': [{'const': value} for value in values]} if size else {}
   return {'type': 'array', **items, 'items': False, 'minItems': size, 'maxItems': size}
@@ -143,11 +142,11 @@ def _without_not(schema: dict[str, Any]) -> Any:
       others = _without_not({**others, 'not': part}) if isinstance(others, dict) and 'not' not in others else others
     return schema if isinstance(others, dict) and 'not' in others else others
   if set(rule) == {'type'}:
-    return _of_other_types(schema, others, rule['type'])
-  left_out, own = _values(rule), _values(schema)
-  if left_out is not None and own is not None and set(rule) <= {'enum', 'const', 'type'}:
-    kept = [value for value in own if not any(value == other and type(value) is type(other) for other in left_out)]
-    return {**_without(others, 'const'), 'enum': kept} if kept else False
+    return _without_types(schema, others, rule['type'])
+  excluded, values = _values(rule), _values(schema)
+  if excluded is not None and values is not None and set(rule) <= {'enum', 'const', 'type'}:
+    rest = [value for value in values if not any(value == other and type(value) is type(other) for other in excluded)]
+    return {**_without(others, 'const'), 'enum': rest} if rest else False
   names = rule.get('required')
   if set(rule) == {'required'} and isinstance(names, list) and len(names) == 1 and schema.get('type') == 'object':
     known = schema.get('properties', {})
@@ -155,11 +154,11 @@ def _without_not(schema: dict[str, Any]) -> Any:
   return schema
 
 
-def _of_other_types(schema: dict[str, Any], others: dict[str, Any], left_out: Any) -> Any:
-  left_out = set(left_out if isinstance(left_out, list) else [left_out])
-  own = schema.get('type', list(_TYPES))
-  own = own if isinstance(own, list) else [own]
-  if 'integer' in left_out and 'number' in own and 'number' not in left_out:
-    return schema  # numbers that are no integers are no type
-  kept = [kind for kind in own if kind not in left_out and not (kind == 'integer' and 'number' in left_out)]
-  return {**others, 'type': kept} if kept else False
+def _without_types(schema: dict[str, Any], others: dict[str, Any], excluded: Any) -> Any:
+  excluded = set(excluded if isinstance(excluded, list) else [excluded])
+  types = schema.get('type', list(_TYPES))
+  types = types if isinstance(types, list) else [types]
+  if 'integer' in excluded and 'number' in types and 'number' not in excluded:
+    return schema  # there is no type of numbers that are not integers
+  rest = [kind for kind in types if kind not in excluded and not (kind == 'integer' and 'number' in excluded)]
+  return {**others, 'type': rest} if rest else False

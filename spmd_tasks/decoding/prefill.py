@@ -3,8 +3,8 @@
     prefill = Prefill(programs)
     state, first = prefill(variables, state, prefill.make_batch(chunks))      # and the first token of each prompt
 
-`read_chunks` is what a program computes, for each size of a batch. A long prompt is read in chunks, one prefill after
-another; only its last chunk gives the first token.
+A program computes `read_chunks` for one size of a batch. A long prompt is read in chunks, one prefill after another;
+its last chunk gives the first token.
 
 Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions, V vocabulary.
 """
@@ -25,9 +25,9 @@ from spmd_tasks.decoding.decode_state import (
   DecodeState,
   Forward,
   Outputs,
-  emit,
   encoder_entries,
   put_rows,
+  sample_next_tokens,
   target_logprobs,
   text_entries,
 )
@@ -36,8 +36,8 @@ from spmd_tasks.decoding.sampling import request_keys
 from spmd_tasks.layers.nextn import shift
 from spmd_tasks.runtime.task import Variables
 
-_MOST_ROWS = 8  # of a prefill, where the settings do not say
-_PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
+_MOST_ROWS = 8  # of a prefill, unless the settings say
+_PREFILL_TOKENS = 128  # of several prompts in one prefill, if chunks are shorter
 
 
 def read_chunks(
@@ -51,19 +51,26 @@ def read_chunks(
   has_prefix: bool = False,
   heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs]:
-  """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
+  """Reads chunks of prompts into their slots and samples the first token after each prompt that ends.
 
-  A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot. With `by_slot`
-  the model reads them there; without, from a copy of the slots, where the mesh splits slots. With `has_prefix` the
-  tokens of a prompt see later ones, so that its scores are of a second call of the model, in which none does. `heads`
-  are those of the model that guess the next tokens.
+  A first chunk replaces what its slot held before; a later chunk continues it.
+
+  Args:
+    forward, variables, state, batch: the model, the state and the chunks.
+    num_top_logprobs: how many of the likeliest tokens to return.
+    by_slot: whether the model reads the cache in place; False copies the slots first, if the mesh splits slots.
+    has_prefix: whether tokens of a prompt see later ones; its scores then take a second call, in which they do not.
+    heads: the model's own heads that guess the next tokens.
+
+  Returns:
+    The new state, and outputs [P].
   """
   cache = None
   model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths, batch.starts) | {'adapters': batch.adapters}
   model_batch |= {'returns_hidden': True} if heads else {}
   if batch.before is None:
     model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
-  elif by_slot:  # which holds the encoder's text
+  elif by_slot:  # the cache has the encoder's text
     cache = state.cache
     model_batch |= {'slots': batch.slots, 'tables': batch.tables}
   else:
@@ -81,7 +88,7 @@ def read_chunks(
     logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
 
   rows = _make_rows(batch, vocab_size=logits.shape[-1], num_drafts=len(heads))
-  rows, outputs = emit(logits[:, 0], rows, batch.masks, num_top_logprobs)
+  rows, outputs = sample_next_tokens(logits[:, 0], rows, batch.masks, num_top_logprobs)
   if heads:
     followers = jnp.where(batch.max_tokens > 0, outputs.tokens, batch.followers)
     following = shift(batch.ids, 1).at[jnp.arange(len(followers)), last[:, 0]].set(followers)
@@ -184,10 +191,10 @@ class Prefill:
     return next(bucket for bucket in self.buckets if bucket >= length)
 
   def num_rows(self, bucket: int, num_chunks: int, score_prompts: bool = False) -> int:
-    """Returns how many rows the prefill has that reads so many chunks of a bucket.
+    """Returns how many rows the prefill has that reads `num_chunks` chunks of a bucket.
 
-    There are two at most, for one chunk and for more, where the settings do not say: a row of one may differ from that
-    of the other in last bits.
+    Unless the settings say, there are at most two numbers, for one chunk and for several: a chunk may have other last
+    bits in a prefill of another size.
     """
     settings = self._settings
     if settings.prefill_rows is not None:
@@ -199,7 +206,7 @@ class Prefill:
     return max(min(_MOST_ROWS, settings.num_slots, num_tokens // bucket), 1)
 
   def any_chunks(self, score_prompts: bool = False) -> list[list[Chunk]]:
-    """Returns chunks for each program; a prefill of them writes to no slot."""
+    """Returns chunks for each program that a request may need; a prefill of them writes to no slot."""
     size = self.buckets[-1]
     starts = (0, size) if size < self._model.max_len and not self._layout.reads_cache else (0,)
     counts = {

@@ -1,11 +1,11 @@
-r"""Prompts: JSON lines that a decoding job continues, and the requests that they become.
+r"""Prompts: JSON lines that a decoding job completes, and the requests for them.
 
     {"prompt": "def fibonacci(", "max_tokens": 40, "temperature": 0.8, "seed": 7, "n": 3, "stop": ["\n\n"]}
     {"prompt_ids": [1, 17, 34], "score_prompt": true}
     {"prompt": "Yes or no?", "structured_outputs": {"regex": "yes|no"}}
     {"prompt": "Bonjour", "adapter": "french"}
 
-Every field except the prompt has a default in the task's DecodeSettings; null stands for the default.
+Fields that are missing or null take the defaults of the task's DecodeSettings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,22 +36,22 @@ _Number = int | float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """One prompt; None stands for the task's default. The types are checked when a prompt is read from JSON.
+  """One prompt; None takes the task's default. Types are checked when a prompt is read from JSON.
 
   Fields:
-    prompt, prompt_ids: either text, or tokens that are used as they are (without the token for the beginning of text).
-      An encoder-decoder reads them by its encoder; a text then ends with the token for the end of text.
-    decoder_ids: of an encoder-decoder, tokens that its text begins with, as part of the prompt.
-    n: how many continuations are wanted.
-    seed: of the random draws.
-    max_tokens: how many tokens may follow; 0 only scores the prompt.
+    prompt, prompt_ids: either text, or tokens as they are (without a beginning of text). The encoder of an
+      encoder-decoder reads them, with the end of text after a text.
+    decoder_ids: the tokens that an encoder-decoder's text begins with, as part of the prompt.
+    n: how many completions to generate.
+    seed: the seed of the random numbers.
+    max_tokens: how many tokens to generate at most; 0 only scores the prompt.
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
-    logit_bias: at most 300 tokens, and what is added to their logits, from -100 to 100.
-    stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
-    score_prompt: whether the prompt's own log-probabilities are wanted, each given the tokens before it alone.
-    response_format, structured_outputs: the form of the continuations, as in requests to the server (constraints.py).
-    adapter: the name of the low-rank adapter that the model has, where several were loaded; None: it has none.
-    id: any JSON value; the output's line repeats it.
+    logit_bias: at most 300 tokens, with numbers from -100 to 100 that are added to their logits.
+    stop, stop_ids: strings and tokens that end a completion, in addition to the end of text.
+    score_prompt: whether to return the log-probability of each prompt token, given only the tokens before it.
+    response_format, structured_outputs: the form of the completions, as in requests to the server (constraints.py).
+    adapter: the name of a low-rank adapter; None uses none.
+    id: any JSON value, which is repeated in the output.
   """
 
   __pydantic_config__: ClassVar[Any] = {'strict': True, 'allow_inf_nan': False}
@@ -88,11 +88,12 @@ def chat_prompt(
   variables: Mapping[str, Any] = {},
   **settings: Any,
 ) -> Prompt:
-  """Returns the Prompt for the answer to a conversation; `settings` are fields of it.
+  """Returns the Prompt for the next message of a conversation; `settings` are further fields.
 
-  Its text is what the template writes, after the tokenizer's beginning of text unless the template writes that itself.
+  The prompt begins with the tokenizer's beginning of text, unless the template writes it itself.
 
-  Raises a UserError: the template refuses the messages.
+  Raises:
+    UserError: the template refuses the messages.
   """
   text = template.render(messages, tools=tools, **variables)
   prompt: Any = {'prompt_ids': tuple(tokenizer.encode(text))} if template.writes_bos else {'prompt': text}
@@ -100,18 +101,18 @@ def chat_prompt(
 
 
 class PromptSource(Protocol):
-  """The settings of a decode input."""
+  """A source of prompts, for decode inputs."""
 
   def read(self) -> list[Prompt]:
-    """Returns all prompts; the same ones on every process and every time."""
+    """Returns all prompts, the same on every process and every time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptFile:
-  """A file of prompts, whose name says its format.
+  """A file of prompts, in the format of its name.
 
-  `.txt`: one text per line; `.tfrecord`, also with more after it: tf.train.Examples with a text, or with tokens, as the
-  feature `key`; any other: JSON lines. Blank lines are skipped.
+  `.txt` has one text per line; a name with `.tfrecord` has tf.train.Examples with text or tokens in the feature `key`;
+  other names are JSON lines. Blank lines are skipped.
   """
 
   path: str
@@ -133,10 +134,10 @@ class PromptFile:
       raise UserError(f'prompts {self.path} cannot be read: {reason}.') from error
     if path.suffix == '.txt':
       try:
-        lines = data.decode('utf-8-sig').split('\n')  # not at U+2028 and the like, which are characters of a text
+        lines = data.decode('utf-8-sig').split('\n')  # U+2028 and the like are characters of a text
         prompts = [Prompt(prompt=text.removesuffix('\r')) for text in lines if text.strip()]
       except UnicodeDecodeError as error:
-        raise UserError(f'prompts {self.path} are no UTF-8 text at byte {error.start}: convert the file.') from error
+        raise UserError(f'prompts {self.path} are not UTF-8 at byte {error.start}: convert the file.') from error
     else:
       numbered = enumerate(data.splitlines(), start=1)
       prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in numbered if line.strip()]
@@ -147,7 +148,7 @@ class PromptFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-  """Texts that the experiment itself lists."""
+  """Prompts that are listed in the experiment."""
 
   prompts: tuple[str, ...]
 
@@ -169,14 +170,14 @@ def _read_examples(path: str, key: str) -> list[Prompt]:
       else:
         names = ', '.join(sorted(name for name in features if name != key)) or 'none'
         raise UserError(
-          f'{path} record {number} has no text or tokens as its feature {key!r}: name another one by the `key` of a '
-          f'PromptFile in decode_inputs(); others are {names}.'
+          f'{path} record {number} has no text or tokens in the feature {key!r}: set the `key` of its PromptFile in '
+          f'decode_inputs() to another one; there are {names}.'
         )
   except (tf.errors.OpError, UnicodeDecodeError, ValueError) as error:
     if isinstance(error, UserError):
       raise
     raise UserError(
-      f'prompts {path} are no TFRecord file of tf.train.Examples: {error}'.partition(chr(10))[0]
+      f'prompts {path} are not a TFRecord file of tf.train.Examples: {error}'.partition(chr(10))[0]
     ) from error
   if not prompts:
     raise UserError(f'{path} holds no prompts: write tf.train.Examples, each with a text.')
@@ -184,7 +185,7 @@ def _read_examples(path: str, key: str) -> list[Prompt]:
 
 
 def parse_prompt(line: bytes, where: str) -> Prompt:
-  """Makes a Prompt from a line of JSON.
+  """Reads a Prompt from a line of JSON.
 
   Raises:
     UserError: the line is not a prompt; the message begins with `where`.
@@ -202,14 +203,14 @@ def parse_prompt(line: bytes, where: str) -> Prompt:
       raise UserError(f'{where}: there is no field {name[:100]!r}; {hint}.')
   if isinstance(record.get('stop'), str):
     record['stop'] = [record['stop']]
-  given = {name: value for name, value in record.items() if value is not None}
-  if ('prompt' in given) == ('prompt_ids' in given):
+  fields = {name: value for name, value in record.items() if value is not None}
+  if ('prompt' in fields) == ('prompt_ids' in fields):
     raise UserError(f"{where}: give one of 'prompt' (text) and 'prompt_ids' (tokens).")
   try:
-    return _prompt_adapter().validate_json(json.dumps(given))
+    return _prompt_adapter().validate_json(json.dumps(fields))
   except pydantic.ValidationError as error:
-    # A value that is neither int nor float has an error about each of them.
-    first = next(each for each in error.errors(include_url=False) if each['loc'][-1:] != ('int',))
+    # A value that is neither int nor float has an error for each of them: skip the one for int.
+    first = next(details for details in error.errors(include_url=False) if details['loc'][-1:] != ('int',))
     message = re.sub(r'^\w+ should', 'must', first['msg'])
     if not first['loc']:
       raise UserError(f'{where}: {message}.') from error
@@ -230,10 +231,10 @@ class PromptTokenizer:
   """Turns prompts into requests that fit the compiled steps.
 
   Fields:
-    steps: the steps.
-    tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
-    seed: of prompts without a seed, each of which draws from its own noise.
-    len_setting: what a user sets to have longer prompts.
+    steps: the model's compiled steps.
+    tokenizer: the tokenizer; None if the experiment has none, so that prompts and completions are tokens.
+    seed: the seed from which prompts without one get different seeds.
+    len_setting: the setting that allows longer prompts, for errors.
   """
 
   steps: DecodeSteps
@@ -242,16 +243,16 @@ class PromptTokenizer:
   len_setting: str = 'task.decode.max_len'
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of tokens; empty without a tokenizer."""
+    """Returns the text of tokens; empty without a tokenizer."""
     return '' if self.tokenizer is None else decode_generated(self.tokenizer, ids)
 
   def request(self, prompt: Prompt, where: str, number: int = 0) -> tuple[Request, int]:
-    """Returns (the first request of a prompt, how many samples or beams are wanted).
+    """Returns the first request of a prompt, and how many samples or beams it wants.
 
     Args:
       prompt: the prompt.
-      where: the place that errors name.
-      number: of the prompt among those that share the seed, from 0 on.
+      where: the beginning of errors, such as a line of a file.
+      number: the index of the prompt among the prompts that share the seed.
 
     Raises:
       UserError: the prompt does not fit the model or the settings; the message begins with `where`.
@@ -315,10 +316,10 @@ class PromptTokenizer:
     return request, num_outputs
 
   def adapter_number(self, name: str, where: str) -> int:
-    """Returns the number of the adapter of that name.
+    """Returns the number of an adapter.
 
     Raises:
-      UserError: there is none; the message begins with `where`.
+      UserError: there is no adapter with this name; the message begins with `where`.
     """
     if name not in self.steps.adapter_names:
       known = f'there are {", ".join(self.steps.adapter_names)}' if self.steps.adapter_names else 'this job has none'
@@ -326,10 +327,10 @@ class PromptTokenizer:
     return 1 + self.steps.adapter_names.index(name)
 
   def matcher(self, prompt: Prompt, where: str) -> Matcher | None:
-    """Returns the matcher of the form that a prompt gives for its continuations; None where it gives none.
+    """Returns the matcher of the form that a prompt asks for; None if it asks for none.
 
     Raises:
-      UserError: there is no such form, or this job cannot have it; the message begins with `where`.
+      UserError: the form is invalid, or this job cannot use it; the message begins with `where`.
     """
     try:
       form = wanted_form(prompt)
@@ -338,7 +339,7 @@ class PromptTokenizer:
       if self.steps.settings.num_beams > 1:
         raise UserError(f'beam search has no {form.field}: set task.decode.num_beams to 1.')
       if self.tokenizer is None:
-        raise UserError(f"{form.field} is about text, but the experiment's inputs have no tokenizer.")
+        raise UserError(f"{form.field} needs a tokenizer, but the experiment's inputs have none.")
       return form.compile(self._grammars)
     except UserError as error:
       raise UserError(f'{where}: {error}') from error
@@ -369,7 +370,7 @@ class PromptTokenizer:
 
   def _max_tokens(self, prompt: Prompt, num_ids: int, where: str) -> int:
     room = self.steps.max_len - num_ids
-    # The last token is not read again, but a prompt must leave room for one.
+    # The last token needs no position, but a prompt must leave room for one token.
     if room < (0 if prompt.max_tokens == 0 else 1):
       raise UserError(
         f'{where}: the prompt has {num_ids} tokens and max_len is {self.steps.max_len}: shorten it, or raise '

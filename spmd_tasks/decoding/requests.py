@@ -25,24 +25,24 @@ class Request:
   """One sequence to generate.
 
   Fields:
-    ids: the prompt's tokens, at least one; of an encoder-decoder, those that its decoder begins with.
-    encoder_ids: of an encoder-decoder, the tokens that its encoder reads.
-    max_tokens: how many tokens may follow; 0 only reads the prompt, for its scores.
-    seed, sample: select one random draw, see sampling.request_keys.
+    ids: the prompt's tokens, at least one; for an encoder-decoder, the tokens that its decoder begins with.
+    encoder_ids: the tokens that the encoder of an encoder-decoder reads.
+    max_tokens: how many tokens to generate at most; 0 only reads the prompt, for its scores.
+    seed, sample: select the random numbers, see sampling.request_keys.
     stop_ids: tokens that end the sequence; the result's ids contain them, its text does not.
-    stop: strings that end the sequence; the text ends before the first of them.
+    stop: strings that end the sequence; the text ends before the first one.
     kept_stops: which of `stop` and `stop_ids` stay at the end of the text.
-    min_tokens: how many tokens come before a stop string may end the sequence; a matcher withholds stop tokens.
-    score_prompt: whether the prompt's own log-probabilities are wanted.
-    sampling: how tokens are drawn.
-    logit_bias: pairs of a token and what is added to its logit; at most MAX_BIASES.
-    adapter: the number of the low-rank adapter that the model has for this request; 0 is none.
-    cache_key: prompts share what the KV cache holds with those of the same key only, so that nobody finds out by the
-      time of an answer what others have asked.
-    num_drafts: how many tokens a step may guess ahead (drafts.py), at most the settings' number, which None takes; the
-      text is the same whatever the number.
-    prediction: tokens that the text may resemble, which n-grams then guess from.
-    priority: the least takes a slot first and gives it up last; those of one priority in the order of their coming.
+    min_tokens: how many tokens to generate before a stop string ends the sequence; a matcher withholds stop tokens.
+    score_prompt: whether to return the log-probabilities of the prompt's tokens.
+    sampling: the sampling parameters.
+    logit_bias: pairs of a token and the number that is added to its logit; at most MAX_BIASES.
+    adapter: the number of the request's low-rank adapter; 0 for none.
+    cache_key: only prompts with the same key share blocks of the KV cache, so that nobody can find out from the time of
+      an answer what others have asked.
+    num_drafts: how many drafts a step may check (drafts.py), at most the settings' number, which is the default. The
+      text does not depend on it.
+    prediction: tokens that the text may resemble, for drafts by n-grams.
+    priority: requests with lower numbers take slots first and are preempted last; equal ones first come, first served.
   """
 
   ids: tuple[int, ...]
@@ -64,25 +64,24 @@ class Request:
   priority: int = 0
 
   def as_sample(self, sample: int) -> 'Request':
-    """Another draw for the same prompt; only the first draw scores the prompt."""
-    score = self.score_prompt and sample == 0
-    return dataclasses.replace(self, sample=sample, score_prompt=score)
+    """Returns the request for another sample of the same prompt; only sample 0 scores the prompt."""
+    return dataclasses.replace(self, sample=sample, score_prompt=self.score_prompt and sample == 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
   """A piece of a prompt, for one prefill.
 
-  Prompts are always cut at multiples of `prefill_chunk`: the same program then reads the same tokens, whether another
-  prompt's chunks are reused or not.
+  Prompts are always cut at multiples of `prefill_chunk`, so that the same program reads the same tokens whether or not
+  another prompt's chunks are reused.
 
   Fields:
     request: the request whose prompt is cut.
     slot: the slot that receives the tokens' keys and values.
-    start: position of the first token, a multiple of prefill_chunk.
-    stop: position behind the last token; where this is the prompt's length, the prefill samples the first token.
-    blocks: the blocks of the KV cache that hold the slot's text, in order, for the positions before `stop` and some
-      behind it; None where each slot has its own.
+    start: the position of the first token, a multiple of prefill_chunk.
+    stop: the position after the last token. If it is the prompt's length, the prefill samples the first token.
+    blocks: the blocks of the slot's text in order, at least for the positions before `stop`; None if each slot has its
+      own blocks.
   """
 
   request: Request
@@ -93,7 +92,7 @@ class Chunk:
 
 
 def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
-  """All chunks of a prompt, `size` tokens each except for the last one."""
+  """Cuts a prompt into chunks of `size` tokens; the last one may be shorter."""
   length = len(request.ids)
   return [
     Chunk(request=request, slot=slot, start=start, stop=min(start + size, length)) for start in range(0, length, size)
@@ -106,22 +105,20 @@ class PrefillBatch(struct.PyTreeNode):
   Attributes:
     ids: int32 [P, T], padded at the end.
     lengths: int32 [P], at least 1.
-    starts: int32 [P], position of the first token.
-    before: int32 [P, S], the prompt's tokens before the chunk, padded with -1; None where all chunks are the first ones
-      of their prompts.
-    targets: int32 [P, T], the prompt's token that follows each of `ids`, -1 where there is none; None where no prompt
-      is scored.
-    slots: int32 [P], all different; unused rows have ids from N on, which the scatter into the state drops.
-    tables: int32 [1, P, M], the blocks of each row, padded with ids behind the pool.
-    followers: int32 [P], the prompt's token behind the chunk; 0 where it ends.
-    max_tokens: int32 [P], how many tokens may be generated; 0 where another chunk of the prompt follows, and where the
+    starts: int32 [P], the position of the first token.
+    before: int32 [P, S], the prompt's tokens before the chunk, padded with -1; None if all chunks are first chunks.
+    targets: int32 [P, T], the prompt's token after each of `ids`, -1 at its end; None if no prompt is scored.
+    slots: int32 [P], all different; N or more for unused rows, which the scatter into the state drops.
+    tables: int32 [1, P, M], the blocks of each row, padded with ids from the number of blocks on.
+    followers: int32 [P], the prompt's token after the chunk; 0 at its end.
+    max_tokens: int32 [P], how many tokens to generate at most; 0 if another chunk of the prompt follows, or if the
       prompt is only scored.
     seeds, samples: uint32 [P], see sampling.request_keys.
     stop_ids: int32 [P, K], tokens that end the sequence, padded with -1.
     sampling: arrays [P].
-    adapters: int32 [P], the number of each row's low-rank adapter; 0 is none.
-    masks: uint32 [P, W], the tokens that may come first (constraints.py); None where no request is constrained.
-    encoder_ids, encoder_lengths: int32 [P, E] and [P], what an encoder reads; None where the model has none.
+    adapters: int32 [P], the low-rank adapter of each row; 0 for none.
+    masks: uint32 [P, W], the tokens that may come first (constraints.py); None if no request is constrained.
+    encoder_ids, encoder_lengths: int32 [P, E] and [P], the encoder's texts; None if the model has no encoder.
   """
 
   ids: jax.Array
@@ -155,13 +152,15 @@ def make_prefill_batch(
   score_prompts: bool = False,
   encoder_len: int | None = None,
 ) -> PrefillBatch:
-  """The arrays of a prefill, as host arrays.
+  """Returns the arrays of a prefill, as host arrays.
 
   Args:
-    chunks: at most P, either all the first ones of their prompts or none of them. Their `blocks` are ignored.
-    settings, tables: give N and K; as in the batch.
+    chunks: at most P chunks; either all of them are first chunks of their prompts, or none is. Ignores their `blocks`.
+    settings: has N and K.
+    tables: as in the batch.
     max_len, num_rows, num_columns, encoder_len: S, P, T and E.
-    reads_cache, score_prompts: whether the batch has `before` for first chunks, too, and targets.
+    reads_cache: whether the batch has `before` for first chunks too.
+    score_prompts: whether the batch has `targets`.
   """
   requests = [chunk.request for chunk in chunks]
 
@@ -196,7 +195,7 @@ def make_prefill_batch(
 
 
 def filled_rows(num_rows: int, dtype: Any, values: Iterable[Any], fill: Any, *size: int) -> Any:
-  """A host array of `num_rows` numbers, or rows of a size, that begin with these values; the rest is `fill`."""
+  """Returns a host array [num_rows, *size] that begins with these values, padded with `fill`."""
   array = np.full((num_rows, *size), fill, dtype)
   for row, value in enumerate(values):
     array[(row, slice(len(value))) if size else row] = value

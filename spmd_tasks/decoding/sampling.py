@@ -1,6 +1,6 @@
-"""Sampling: from logits and a key to a token, with separate parameters for every row.
+"""Sampling: samples a token from logits and a key, with separate parameters for every row.
 
-A row's token depends on its logits, its key and its parameters only: neither the other rows nor the row's place matter.
+A row's token depends only on its logits, its key and its parameters, not on its index or on the other rows.
 
 Shapes: N rows (slots), V vocabulary, W = ceil(V / 32) words, B = MAX_BIASES. Everything is float32.
 """
@@ -17,15 +17,15 @@ import numpy as np
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.sharding.specs import current_platform
 
-MAX_BIASES = 300  # of one request, as in OpenAI's API
+MAX_BIASES = 300  # of a request, as in OpenAI's API
 
 
 class SamplingArrays(struct.PyTreeNode):
-  """SamplingParams of N rows, as arrays [N]: one compiled step serves requests with different parameters.
+  """SamplingParams of N rows, as arrays [N], so that one program serves requests with different parameters.
 
-  `top_k` is int32, the others are float32; SamplingParams explain them. `bias_ids`, int32 [N, B], are the tokens whose
-  logits have `bias_values` [N, B] added to them, padded with -1. What no row has may be None, biases or cuts (`top_k`,
-  `top_p` and `min_p`): no program is compiled for it.
+  `top_k` is int32, the others are float32; see SamplingParams. `bias_values` [N, B] are added to the logits of the
+  tokens `bias_ids`, int32 [N, B], padded with -1. If no row has biases, `bias_ids` and `bias_values` may be None; if no
+  row has top_k, top_p or min_p, these may be None. The program then has no branch for them.
   """
 
   bias_ids: Any
@@ -42,7 +42,7 @@ class SamplingArrays(struct.PyTreeNode):
   def from_params(
     cls, params: Sequence[SamplingParams], num_rows: int, biases: Sequence[Sequence[tuple[int, float]]] = ()
   ) -> 'SamplingArrays':
-    """Host arrays of `num_rows` rows; rows without params are greedy. `biases` are the rows' (token, bias) pairs."""
+    """Returns host arrays of `num_rows` rows; further rows are greedy. `biases` are each row's (token, bias) pairs."""
     rows = [*params, *[SamplingParams()] * (num_rows - len(params))]
     bias_ids: Any = np.full((num_rows, MAX_BIASES), -1, np.int32)
     bias_values: Any = np.zeros((num_rows, MAX_BIASES), np.float32)
@@ -59,20 +59,20 @@ class SamplingArrays(struct.PyTreeNode):
 
 
 def mask_logits(logits: jax.Array, masks: jax.Array) -> jax.Array:
-  """Logits [N, V] with -inf for the tokens whose bits in `masks`, uint32 [N, W], are 0."""
+  """Returns logits [N, V] with -inf for the tokens whose bits in `masks`, uint32 [N, W], are 0."""
   bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & 1
   allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
   return jnp.where(allowed > 0, logits, -jnp.inf)
 
 
 def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
-  """Logits [N, V] with those of tokens in `seen`, bool [N, V], made less likely by penalty [N]."""
+  """Returns logits [N, V] in which the tokens in `seen`, bool [N, V], are less likely by `penalty` [N]."""
   factor = penalty[:, None]
   return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
 
 
 def adjust(logits: jax.Array, seen: jax.Array, counts: jax.Array, sampling: SamplingArrays) -> jax.Array:
-  """Logits [N, V] after the penalties; `sample` adds the biases.
+  """Returns logits [N, V] after the penalties.
 
   Args:
     logits: [N, V].
@@ -82,40 +82,40 @@ def adjust(logits: jax.Array, seen: jax.Array, counts: jax.Array, sampling: Samp
   """
   logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
   frequency, presence = sampling.frequency_penalty[:, None], sampling.presence_penalty[:, None]
-  return logits - frequency * counts - presence * (counts > 0)  # without penalties the same bits
+  return logits - frequency * counts - presence * (counts > 0)  # without penalties, these are the same bits
 
 
 def add_biases(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
-  """Logits [N, V] with the rows' biases of tokens."""
+  """Returns logits [N, V] plus the rows' biases."""
   vocab_size = logits.shape[-1]
   ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # the scatter drops ids from V on
   return logits.at[jnp.arange(len(ids))[:, None], ids].add(sampling.bias_values, mode='drop')
 
 
 def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
-  """Logits [N, V] with -inf for the tokens that top_k, top_p and min_p leave out; the likeliest token always stays.
+  """Returns logits [N, V] with -inf for the tokens that top_k, top_p and min_p exclude, never the likeliest one.
 
-  top_p and min_p apply to the probabilities that top_k leaves. Tokens as likely as the least likely one kept stay too.
-  Nothing is sorted: the least logit that stays is found bit by bit, for a tenth of a sort's time on a CPU, of 32 rows
-  for a quarter.
+  top_p and min_p apply to the probabilities that top_k leaves. Tokens as likely as the least likely one that stays also
+  stay. Instead of sorting, this finds the least logit that stays bit by bit, in a tenth of a sort's time on a CPU, or a
+  quarter for 32 rows.
   """
   bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)  # without -0.0
   order = jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31))).astype(jnp.uint32)  # increases with the logit
   least = jnp.where(sampling.top_k > 0, _largest_start(order, jnp.ones_like(order), sampling.top_k), 0)
   ratios = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # to the likeliest token's probability
   weights = jnp.where(order >= least[:, None], ratios, 0)
-  # With top_p = 1 rounding must not cut off the tail.
+  # With top_p = 1, rounding must not exclude the tail.
   nucleus = _largest_start(order, weights, sampling.top_p * jnp.sum(weights, axis=-1))
   least = jnp.maximum(least, jnp.where(sampling.top_p < 1, nucleus, 0))
-  is_likeliest = order == jnp.max(order, axis=-1, keepdims=True)  # it may be infinite, and have no ratio
+  is_likeliest = order == jnp.max(order, axis=-1, keepdims=True)  # it may be infinite, without a ratio
   stays = is_likeliest | (order >= least[:, None]) & (ratios >= sampling.min_p[:, None])
   return jnp.where(stays, logits, -jnp.inf)
 
 
 def _largest_start(order: jax.Array, weights: jax.Array, total: jax.Array) -> jax.Array:
-  """For each row the largest x, uint32 [N], with a sum of at least `total` of the weights [N, V] where `order` >= x.
+  """Returns for each row the largest x, uint32 [N], for which the weights [N, V] with `order` >= x sum to `total`.
 
-  It is 0 where all weights together have less.
+  It is 0 if the sum of all weights is less.
   """
 
   def add_bit(i, start):
@@ -123,7 +123,7 @@ def _largest_start(order: jax.Array, weights: jax.Array, total: jax.Array) -> ja
     reached = jnp.sum(jnp.where(order >= larger[:, None], weights, 0), axis=-1, dtype=weights.dtype)
     return jnp.where(reached >= total.astype(weights.dtype), larger, start)
 
-  unroll = current_platform() == 'gpu'  # whose graph of a step holds no loop: the host would wait here
+  unroll = current_platform() == 'gpu'  # a GPU's graph of a step has no loops: the host would wait here
   return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros_like(order[:, 0]), unroll=unroll)
 
 
@@ -134,17 +134,17 @@ def sample(
   active: jax.Array,
   occurrences: Callable[[], tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
-  """One token per row, int32 [N].
+  """Samples one token per row, int32 [N].
 
-  What few requests need is computed only if a row needs it. Rows that need less have the same bits either way. There is
-  one branch, as a GPU's host may wait at each.
+  Penalties, biases and cuts are only computed if a row needs them; the other rows have the same bits either way. There
+  is a single branch, as the host of a GPU may wait at each one.
 
   Args:
     logits: [N, V].
     keys: uint32 [N, 2], threefry key data, one per row and position.
     sampling: the rows' parameters.
-    active: bool [N], the rows whose tokens matter; others cost nothing.
-    occurrences: computes `seen` and `counts`, see `adjust`; None where no row has penalties.
+    active: bool [N], the rows whose tokens matter.
+    occurrences: computes `seen` and `counts`, see `adjust`; None if no row has penalties.
   """
   is_greedy = ~active | (sampling.temperature <= 0)
 
@@ -187,18 +187,18 @@ def sample(
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:
-  """The first of the largest of each row, int32 [N]. A CPU takes a third of the time that it takes for an argmax."""
+  """Returns the argmax of each row, int32 [N], in a third of argmax's time on a CPU."""
   last, columns = logits.shape[-1] - 1, jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
   return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), columns, last), axis=-1)
 
 
 def prompt_seed(seed: int, number: int) -> int:
-  """Returns the seed of prompt `number`, from 0 on, of several that are given with one seed; the first has that one."""
+  """Returns the seed of prompt `number` of several prompts that share a seed; prompt 0 has the seed itself."""
   return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
 
 
 def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:
-  """Key data uint32 [N, 2] of each request, from its seed and the index of its sample (both uint32 [N])."""
+  """Returns key data uint32 [N, 2] of each request, from its seed and the index of its sample (both uint32 [N])."""
 
   def one(seed, index):
     return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), index))
@@ -207,7 +207,7 @@ def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:
 
 
 def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
-  """Key data uint32 [N, 2] for the token at each row's position."""
+  """Returns key data uint32 [N, 2] for the token at each row's position."""
 
   def one(key, position):
     return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), position))

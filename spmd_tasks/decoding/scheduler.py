@@ -6,18 +6,17 @@
         ...
 
 Prompts are read in chunks between the steps, so that a long prompt delays the other sequences by no more than a chunk
-(Agrawal et al., Sarathi, 2023), or by the same program as a step where the engine has one. A prompt that begins like an
-earlier one reuses its chunks (block_pool.py).
+(Agrawal et al., Sarathi, 2023). A prompt that begins like an earlier one reuses its chunks (block_pool.py).
 
 A sequence gets blocks of the KV cache for its prompt when it is admitted, and for generated tokens as they come. When
-no block is left, the sequence that was admitted last is preempted: it gives up its slot, and begins again when there is
-room, before all others in the queue. What it has generated is computed again by the same steps, to the same bits.
+no block is left, the sequence that was admitted last is preempted: it gives up its slot, and starts again when there is
+room, before all others in the queue. Its generated tokens are computed again by the same steps, to the same bits.
 
 The device is one step ahead of the host: step t + 1 is launched before step t is read. So the host learns one step late
-that a sequence ended by its own tokens, and discards the step that was launched in between; a sequence that ends by its
-length frees its slot at once. While a sequence is in a slot that is constrained (constraints.py) or may have drafts
+that a sequence ended by its own tokens, and discards the step that was launched in between. A sequence that ends by its
+length frees its slot at once. While a sequence in a slot is constrained (constraints.py) or may have drafts
 (drafts.py), each step is read before the next one is launched. The scheduler uses no threads, networks or clocks: the
-same submissions give the same launches on every process.
+same calls give the same launches on every process.
 
 Shapes: N slots, C tokens of a whole chunk.
 """
@@ -26,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +37,7 @@ from spmd_tasks.decoding.requests import Chunk, Request
 
 # (row of the outputs, slot, the row's sequence, the chunk that a prefill read)
 _Row = tuple[int, int, GeneratedSequence, Chunk | None]
-_Read = tuple[Chunk, GeneratedSequence]  # what a prefill reads, and for whom
+_Read = tuple[Chunk, GeneratedSequence]  # a chunk to read, and its sequence
 
 
 class Scheduler:
@@ -47,13 +45,13 @@ class Scheduler:
 
   Attributes:
     num_steps: decode steps launched so far.
-    num_slot_steps: the sum over those steps of the slots that had a sequence in them.
+    num_slot_steps: the busy slots of these steps, summed.
     num_prefills, num_chunks: prefills launched so far, and the chunks of prompts that they read.
-    num_prompt_tokens, num_reused_tokens: tokens of prompts that were read, and that the cache held already.
-    num_generated_tokens: of all sequences; like the two above without padding.
-    num_drafted_tokens, num_accepted_tokens: tokens that steps were given as drafts, and those that were right.
-    num_preemptions: how often a sequence had to begin again because no block was left.
-    num_blocks: of the KV cache.
+    num_prompt_tokens, num_reused_tokens: prompt tokens that were read, and that were in the cache already; no padding.
+    num_generated_tokens: tokens of all sequences.
+    num_drafted_tokens, num_accepted_tokens: drafts that steps checked, and the right ones among them.
+    num_preemptions: how often a sequence had to start again because no block was left.
+    num_blocks: the number of blocks of the KV cache.
   """
 
   def __init__(
@@ -68,7 +66,7 @@ class Scheduler:
     Args:
       engine: the caller warms it up before the first `advance`.
       prefill_budget: how many prompt tokens, padding included, may be read between two steps, which bounds the time
-        between two tokens of a sequence; one prefill is always allowed. None: what the engine's settings want.
+        between two tokens of a sequence; one prefill is always allowed. None: the length of a chunk.
       on_admit: called when a sequence gets a slot.
     """
     self._engine = engine
@@ -79,7 +77,7 @@ class Scheduler:
     self._slots_of_part = -(-engine.num_slots // engine.num_parts)
     self._texts: dict[int, Text] = {}  # by slot, in the order of their admission
     self._queue: deque[GeneratedSequence] = deque()
-    self._preempted: deque[GeneratedSequence] = deque()  # they go on before any of the queue
+    self._preempted: deque[GeneratedSequence] = deque()  # go before the queue
     self._slots: list[GeneratedSequence | None] = [None] * engine.num_slots
     self._free = list(range(engine.num_slots))  # least recently used first
     self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
@@ -92,17 +90,17 @@ class Scheduler:
 
   @property
   def num_queued(self) -> int:
-    """Sequences that wait for a slot."""
+    """The number of sequences that wait for a slot."""
     return len(self._queue)
 
   @property
   def num_active(self) -> int:
-    """Sequences that have begun: those in slots, and those that must begin again."""
+    """The number of sequences that have started: in slots, or preempted."""
     return len(self._slots) - len(self._free) + len(self._preempted)
 
   @property
   def num_used_blocks(self) -> int:
-    """Blocks of the KV cache that sequences in slots have."""
+    """The number of blocks of the KV cache that sequences in slots have."""
     return self._pool.num_used
 
   @property
@@ -111,7 +109,7 @@ class Scheduler:
     return bool(self._queue or self._in_flight or self._outbox or self.num_active)
 
   def submit(self, sequences: Iterable[GeneratedSequence]) -> None:
-    """Adds sequences to the queue, each behind those of its priority; they must fit the engine."""
+    """Adds sequences, which must fit the engine, to the queue, after the ones of their priority."""
     self._queue.extend(sequences)
     if any(sequence.request.priority for sequence in self._queue):
       self._queue = deque(sorted(self._queue, key=lambda sequence: sequence.request.priority))
@@ -132,15 +130,17 @@ class Scheduler:
     return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
-    """Launches prefills and a step, then fetches the outputs of the launches before that step.
+    """Launches prefills and a step, then fetches the outputs of all launches before that step.
 
     Args:
-      admit: whether queued sequences may take slots, other than those that have begun.
+      admit: whether queued sequences may take slots; preempted ones always may.
     """
     self._prefill(admit)
-    generating = [slot for slot, each in enumerate(self._slots) if each is not None and slot not in self._starts]
-    if any(each is not None and (each.is_constrained or self._may_draft(each)) for each in self._slots):
-      self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far, as drafts do
+    generating = [
+      slot for slot, sequence in enumerate(self._slots) if sequence is not None and slot not in self._starts
+    ]
+    if any(sequence.is_constrained or self._may_draft(sequence) for sequence in self._slots if sequence is not None):
+      self._fetch_all()  # masks and drafts depend on all tokens so far
     drafts = self._draft(generating)
     grown = self._grow(generating, drafts)
     rows: list[_Row] = [
@@ -149,8 +149,7 @@ class Scheduler:
     if rows:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
-      given: dict[str, Any] = {'drafts': drafts} if drafts else {}
-      launched = self._engine.step(keep, _masks(rows), grown, **given)
+      launched = self._engine.step(keep, _masks(rows), grown, **({'drafts': drafts} if drafts else {}))
       for slot, _, sequence, _ in rows:
         sequence.num_drafted += len(drafts.get(slot, ()))
       self.num_drafted_tokens += sum(map(len, drafts.values()))
@@ -161,7 +160,7 @@ class Scheduler:
     return self._take_outbox()
 
   def recover(self) -> list[Delta]:
-    """Call it after an exception of `advance`: ends the launched sequences as errors and empties the engine."""
+    """Ends the launched sequences as errors and empties the engine, after an exception of `advance`."""
     self.end(self._launched(), 'error')
     self._in_flight.clear()
     self._engine.reset()
@@ -178,10 +177,9 @@ class Scheduler:
       self._read(reads)
 
   def _next_reads(self, admit: bool) -> list[_Read]:
-    """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing.
+    """Returns the chunks of the next prefill: of prompts in slots, then of the queue. Admits nothing yet.
 
-    A chunk that the first one's program does not read is passed over: it is among the first of the next prefill, and
-    keeps its place until then.
+    Skips a chunk that needs another program than the first one; it keeps its place for the next prefill.
     """
     if self._epoch != self._engine.cache_epoch:
       self._epoch = self._engine.cache_epoch
@@ -197,7 +195,7 @@ class Scheduler:
     for sequence in itertools.chain(self._preempted, self._queue if admit else ()):
       first = None if self._is_full(reads) else self._first_chunk(sequence, free, pledged)
       if first is None:
-        break  # first come, first served: a later sequence takes no slot before an earlier one has its own
+        break  # first come, first served
       free.remove(first.slot)
       if self._can_join(reads, first):
         reads.append((first, sequence))
@@ -207,16 +205,17 @@ class Scheduler:
     return bool(reads) and len(reads) >= self._engine.prefill_shape(reads[0][0])[1]
 
   def _first_chunk(self, sequence: GeneratedSequence, free: list[int], pledged: dict[int, int]) -> Chunk | None:
-    """Chooses a prompt's slot: where most of its beginning is held, then where most blocks are left; None: nowhere yet.
+    """Returns the first chunk of a prompt, with its slot; None if no part has enough blocks yet.
 
-    Adds to `pledged`, by part the blocks that the prompts of this prefill take.
+    Chooses the part that has most of the prompt's chunks already, then the one with most blocks. Adds the blocks of the
+    prompt to `pledged`, the blocks of each part that the prompts of this prefill take.
     """
     places = []
     for part, slot in {slot // self._slots_of_part: slot for slot in reversed(free)}.items():
       chunks = self._beginning(sequence, part)
       needed = self._pool.num_needed(self._num_known(sequence), chunks)
       left = self._pool.num_available(part) - pledged[part] - needed
-      # A step makes one of 16 texts go on in a new block: some are left, so that none is preempted at once.
+      # A step starts a new block for about one of 16 texts: leave some, so that no text is preempted at once.
       if left >= sum(text.part == part for text in self._texts.values()) // 8:
         places.append((len(chunks), left, -part, slot, needed))
     if not places:
@@ -226,18 +225,18 @@ class Scheduler:
     return self._chunk(sequence, slot, num_chunks * self._engine.prefill_chunk)
 
   def _num_known(self, sequence: GeneratedSequence) -> int:
-    """The tokens of a sequence that waits, with those that a preempted one has generated."""
+    """Returns the number of tokens of a waiting sequence, with the generated tokens of a preempted one."""
     return len(sequence.request.ids) + sequence.num_tokens
 
   def _keys(self, sequence: GeneratedSequence) -> list[bytes]:
-    """Of the whole chunks of a prompt that may be shared."""
+    """Returns the keys of the whole chunks of a prompt; none if they may not be shared."""
     if sequence.chunk_keys is None:
       may_share = self._may_share(sequence.request)
       sequence.chunk_keys = chunk_keys(sequence.request, self._engine.prefill_chunk) if may_share else []
     return sequence.chunk_keys
 
   def _beginning(self, sequence: GeneratedSequence, part: int) -> list[SharedChunk]:
-    """The chunks of a prompt that a part holds; one token at least is left to read."""
+    """Returns the chunks of a prompt that a part has already; at least one token is left to read."""
     num_chunks = (len(sequence.request.ids) - 1) // self._engine.prefill_chunk
     return self._pool.longest(self._keys(sequence)[:num_chunks], part)
 
@@ -250,7 +249,7 @@ class Scheduler:
     return Chunk(request=sequence.request, slot=slot, start=start, stop=stop)
 
   def _can_join(self, reads: list[_Read], new: Chunk) -> bool:
-    """Whether one prefill may read a chunk with others: by the same program, and none has the tokens of another."""
+    """Returns whether one prefill may read a chunk with others: by the same program, and without repeated chunks."""
     return not reads or (
       not self._is_full(reads)
       and self._program(new) == self._program(reads[0][0])
@@ -258,11 +257,11 @@ class Scheduler:
     )
 
   def _program(self, chunk: Chunk) -> tuple[bool, bool, int]:
-    """The key of the compiled prefill that reads the chunk."""
+    """Returns the key of the compiled prefill that reads the chunk."""
     return chunk.start == 0, chunk.request.score_prompt, self._engine.prefill_shape(chunk)[0]
 
   def _repeats(self, new: Chunk, other: Chunk) -> bool:
-    """Whether a chunk has the same tokens as another one, so that it can reuse that one after this prefill."""
+    """Returns whether a chunk has the tokens of another one, so that it can reuse it after this prefill."""
     ids = new.request.ids
     return (
       (new.request.adapter, new.request.cache_key) == (other.request.adapter, other.request.cache_key)
@@ -274,12 +273,12 @@ class Scheduler:
     )
 
   def _read(self, reads: list[_Read]) -> None:
-    """Admits the prompts of a prefill and launches it."""
+    """Admits the new prompts of a prefill, and launches it."""
     for chunk, sequence in reads:
       if self._slots[chunk.slot] is None:
         self._admit(chunk, sequence)
     read = []
-    for chunk, sequence in reads:  # after all have taken their chunks, of which this may evict others
+    for chunk, sequence in reads:  # after all prompts have their shared chunks, as this may evict chunks
       has_blocks = self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
       assert has_blocks
       chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
@@ -300,14 +299,14 @@ class Scheduler:
     self._launch(self._engine.prefill(chunks, score_prompts=score, masks=_masks(rows)), rows)
 
   def _admit(self, chunk: Chunk, sequence: GeneratedSequence) -> None:
-    """Gives the slot of a prompt's first chunk to its sequence, which waits."""
+    """Gives the slot of a prompt's first chunk to its sequence."""
     self._free.remove(chunk.slot)  # before it leaves the queue: another thread may read has_work in between
-    begins_again = sequence in self._preempted
-    (self._preempted if begins_again else self._queue).remove(sequence)
+    was_preempted = sequence in self._preempted
+    (self._preempted if was_preempted else self._queue).remove(sequence)
     self._slots[chunk.slot] = sequence
     part = chunk.slot // self._slots_of_part
     self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
-    if not begins_again:  # then it would count its own chunks
+    if not was_preempted:  # it would count its own chunks
       sequence.num_reused = chunk.start
     self.num_reused_tokens += chunk.start
     self._on_admit(sequence)
@@ -316,19 +315,25 @@ class Scheduler:
     return sequence.may_draft(self._engine.num_drafts)
 
   def _draft(self, generating: list[int]) -> dict[int, tuple[int, ...]]:
-    """The drafts of the next step, by slot; none where a step needs token masks, and where nothing is guessed."""
-    sequences = {slot: each for slot in generating if (each := self._slots[slot]) is not None}
+    """Returns the drafts of the next step, by slot; a step with token masks checks none.
+
+    If a model guesses, also slots without drafts in this step are keys, if they may have some later.
+    """
+    sequences = {slot: sequence for slot in generating if (sequence := self._slots[slot]) is not None}
     num, by_model = self._engine.num_drafts, self._engine.has_draft_model
     if not num or ((is_masked := any(each.is_constrained for each in sequences.values())) and not by_model):
       return {}
-    may_draft = {slot: each for slot, each in sequences.items() if self._may_draft(each)}
-    drafts = {slot: () if is_masked else each.draft(num, by_model=by_model) for slot, each in may_draft.items()}
+    drafts = {
+      slot: () if is_masked else sequence.draft(num, by_model=by_model)
+      for slot, sequence in sequences.items()
+      if self._may_draft(sequence)
+    }
     return {slot: tokens for slot, tokens in drafts.items() if tokens or by_model}
 
   def _grow(self, generating: list[int], drafts: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
-    """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these.
+    """Gives blocks to the sequences whose next tokens need one, and returns (slot, block) of each new block.
 
-    Drafts for which there is no block are dropped. `generating` gets the slots whose prompts end before the step.
+    Drops drafts without a block, and preempts sequences if there are too few blocks.
     """
     grown = []
     chosen = {*generating}
@@ -341,7 +346,7 @@ class Scheduler:
         num_tokens = len(sequence.request.ids) + sequence.num_launched
         if slot in drafts:
           ahead = num_tokens + len(drafts[slot])
-          # A head that goes on from its own results keeps those of the next drafts behind these, if there is room.
+          # A head that continues from its own activations writes keys and values ahead of the drafts, if there is room.
           further = max(self._engine.num_drafts - 2, 0) if self._engine.has_draft_model else 0
           counts = min(ahead + further, self._engine.max_len), ahead
           if not any(self._pool.grow(text, count) for count in counts):
@@ -356,13 +361,13 @@ class Scheduler:
     return [(slot, block) for slot, block in grown if self._slots[slot] is not None]
 
   def _last_admitted(self, part: int) -> int:
-    """The slot of a part whose sequence gives it up first: of the last ones in priority the one that came last."""
+    """Returns the slot of a part to preempt first: of the lowest priority, the one that was admitted last."""
     slots = [slot for slot in reversed(self._texts) if self._texts[slot].part == part]
     sequences = {slot: sequence for slot in slots if (sequence := self._slots[slot]) is not None}
     return max(sequences, key=lambda slot: sequences[slot].request.priority)
 
   def _preempt(self, drafts: dict[int, tuple[int, ...]], slot: int) -> None:
-    """Makes a sequence wait for blocks, to begin again; nothing of it is in flight."""
+    """Makes the sequence of a slot wait for blocks and start again; no launch of it is in flight."""
     sequence = self._slots[slot]
     assert sequence is not None
     sequence.begin_again()
@@ -372,7 +377,7 @@ class Scheduler:
     self.num_preemptions += 1
 
   def _launch(self, launched: Launched, rows: list[_Row]) -> None:
-    """Records a launch, and frees the slots whose last token it computes."""
+    """Records a launch, and frees the slots of sequences whose last token it computes."""
     self._in_flight.append((launched, rows))
     for _, slot, sequence, _ in rows:
       if slot not in self._starts:
@@ -387,7 +392,7 @@ class Scheduler:
     self._starts.pop(slot, None)
 
   def _launched(self) -> list[GeneratedSequence]:
-    """The sequences in slots, and those whose last token was launched but not fetched."""
+    """Returns the sequences in slots, and sequences whose last token was launched but not fetched."""
     in_flight = [sequence for _, rows in self._in_flight for _, _, sequence, _ in rows]
     return list(dict.fromkeys([*in_flight, *(sequence for sequence in self._slots if sequence is not None)]))
 
@@ -396,7 +401,7 @@ class Scheduler:
     return deltas
 
   def _fetch_all(self, but: int = 0) -> None:
-    """Fetches the outputs of all launches but the last `but` ones."""
+    """Fetches the outputs of all launches except the last `but`."""
     while len(self._in_flight) > but:
       self._fetch(*self._in_flight[0])
       self._in_flight.popleft()  # after the fetch: if it raises, `recover` still needs the rows
@@ -407,19 +412,19 @@ class Scheduler:
       self._take(outputs, rows)
       return
     for column in range(len(outputs.tokens)):
-      of_column = jax.tree.map(lambda x, column=column: x[column], outputs)
-      drawn = [row for row in rows if of_column.is_valid[row[0]]]
+      column_outputs = jax.tree.map(lambda x, column=column: x[column], outputs)
+      valid_rows = [row for row in rows if column_outputs.is_valid[row[0]]]
       if column:
-        for _, _, sequence, _ in drawn:
+        for _, _, sequence, _ in valid_rows:
           sequence.num_launched += 1
           sequence.num_accepted += 1
-        self.num_accepted_tokens += len(drawn)
-      self._take(of_column, drawn)
+        self.num_accepted_tokens += len(valid_rows)
+      self._take(column_outputs, valid_rows)
 
   def _take(self, outputs: Outputs, rows: list[_Row]) -> None:
     for row, slot, sequence, chunk in rows:
       if sequence.finish_reason is not None:
-        continue  # launched before the host knew that the sequence had ended
+        continue  # was launched before the host knew that the sequence had ended
       num_tokens = sequence.num_tokens
       delta = sequence.take(outputs, row, chunk)
       self.num_generated_tokens += sequence.num_tokens - num_tokens
@@ -430,5 +435,5 @@ class Scheduler:
 
 
 def _masks(rows: list[_Row]) -> dict[int, np.ndarray] | None:
-  """The token masks of constrained rows, also where a chunk ends no prompt; None where there are none."""
+  """Returns the token masks of constrained rows, also of chunks that end no prompt; None if there are none."""
   return {row: mask for row, _, each, _ in rows if (mask := each.mask) is not None} or None

@@ -1,13 +1,14 @@
-"""score_texts: the log-probabilities of texts that are given, for evaluations and for the choice among answers.
+"""score_texts: computes log-probabilities of given texts, for evaluations and for the choice among answers.
 
     texts = [((1, 17, 34), (5, 6)), ((1, 17, 34), (7,))]              # (context, continuation)
     for number, score in score_texts(steps, variables, texts, num_rows=8):
       print(number, score.logprob, score.is_greedy)
 
 Texts are sorted by length and padded to few shapes: T is min_bucket or a power of two above it, at most max_len, and C,
-the number of scored tokens, is 8 or a power of two. Each pair of these is compiled once. Padding and the other rows of
-a batch change nothing: experts drop no token here, as in generation. An encoder-decoder reads the context by its
-encoder, and the continuation by its decoder after `start_id`. Of a prefix language model, the context is the prefix.
+the number of scored tokens, is 8 or a larger power of two. Each pair of T and C is compiled once. Scores do not depend
+on padding or on the other rows of a batch: experts drop no tokens, as in generation. The encoder of an encoder-decoder
+reads the context, and its decoder reads the continuation after `start_id`. The context is the prefix of a prefix
+language model.
 
 Shapes: B rows, T tokens, C scored tokens.
 """
@@ -32,7 +33,7 @@ from spmd_tasks.runtime.task import Variables
 
 _MIN_COLUMNS = 8
 
-Text = tuple[Sequence[int], Sequence[int]]  # the tokens of a context, and of what follows it
+Text = tuple[Sequence[int], Sequence[int]]  # the tokens of a context and of its continuation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class TextScore:
   """The log-probabilities that a model gives to a continuation.
 
   Fields:
-    logprobs: natural logarithms of the probabilities of its tokens, each given all tokens before.
-    is_greedy: whether each of its tokens is the likeliest one, so that greedy decoding would have written it.
+    logprobs: the log-probability of each of its tokens, given all tokens before.
+    is_greedy: whether each of its tokens is the likeliest one, as greedy decoding would sample.
   """
 
   logprobs: tuple[float, ...]
@@ -57,12 +58,12 @@ class ScoreBatch(struct.PyTreeNode):
   """B texts whose last tokens are scored, as the arrays that `score` takes.
 
   Attributes:
-    ids: int32 [B, T], padded at the end; without the last token of each text, which nothing follows.
+    ids: int32 [B, T], each text without its last token, padded at the end.
     lengths: int32 [B], at least 1.
-    columns: int32 [B, C], the columns of T that a scored token follows, in order; the first is the context's last.
-    targets: int32 [B, C], the scored tokens; -1 where there is none.
-    adapters: int32 [B], the number of each row's low-rank adapter; 0 is none.
-    encoder_ids, encoder_lengths: int32 [B, E] and [B], what an encoder reads; None where the model has none.
+    columns: int32 [B, C], the columns of T before each scored token, in order; the first is the context's last token.
+    targets: int32 [B, C], the scored tokens, padded with -1.
+    adapters: int32 [B], the low-rank adapter of each row; 0 for none.
+    encoder_ids, encoder_lengths: int32 [B, E] and [B], the encoder's texts; None if the model has no encoder.
   """
 
   ids: Any
@@ -78,7 +79,7 @@ class Scores(struct.PyTreeNode):
   """The log-probabilities that the model gives to the tokens of a ScoreBatch.
 
   Attributes:
-    logprobs: float32 [B, C], of each target given the tokens before it; 0 where there is none.
+    logprobs: float32 [B, C], the log-probability of each target given the tokens before it; 0 for padding.
     are_likeliest: bool [B, C], whether no other token is likelier.
   """
 
@@ -87,7 +88,7 @@ class Scores(struct.PyTreeNode):
 
 
 def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
-  """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
+  """Computes the log-probabilities of given tokens, with the logits of their columns only; uses no slots."""
   model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths)
   is_context = jnp.arange(batch.ids.shape[1])[None, :] <= batch.columns[:, :1]
   model_batch |= {'prefix_mask': is_context.astype(jnp.int32)}
@@ -110,14 +111,14 @@ def score_texts(
   """Yields (number of the text, score), longest texts first.
 
   Args:
-    steps: of the model; `max_len` bounds a text without its last token.
-    variables: of the model, stored as `steps.storage` does.
-    texts: contexts of at least one token, and continuations; one without tokens has the log-probability 0.
+    steps: the model's programs; a text without its last token has at most `max_len` tokens.
+    variables: the model's variables, stored by `steps.storage`.
+    texts: contexts of at least one token, and continuations; an empty continuation has the log-probability 0.
     num_rows: B, how many texts are read at once.
-    adapter: the number of the low-rank adapter that the model has; 0 is none.
+    adapter: the number of the low-rank adapter; 0 for none.
 
   Raises:
-    UserError: a context is empty, or a text too long, or has tokens outside the vocabulary.
+    UserError: a context is empty, a text is too long, or has tokens outside the vocabulary.
   """
   shapes = [_shape_of(steps, number, text) for number, text in enumerate(texts)]
   for number, (_, continuation) in enumerate(texts):
@@ -127,19 +128,19 @@ def score_texts(
   order = sorted(scored, key=lambda number: shapes[number], reverse=True)
   in_flight: deque[tuple[list[int], Scores]] = deque()
   for shape, group in itertools.groupby(order, key=lambda number: shapes[number]):
-    alike = list(group)
-    for first in range(0, len(alike), num_rows):
-      numbers = alike[first : first + num_rows]
+    same_shape = list(group)
+    for first in range(0, len(same_shape), num_rows):
+      numbers = same_shape[first : first + num_rows]
       batch = _make_batch(steps, [texts[number] for number in numbers], num_rows, *shape, adapter=adapter)
       in_flight.append((numbers, _score(steps, variables, batch)))
-      if len(in_flight) > 1:  # read one batch late: the device always has the next one
+      if len(in_flight) > 1:  # read a batch after the next one is launched
         yield from _read(texts, *in_flight.popleft())
   while in_flight:
     yield from _read(texts, *in_flight.popleft())
 
 
 def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
-  """Returns (T, C) of the program that scores a text."""
+  """Returns T and C of the program that scores a text."""
   context, continuation = text
   if not context:
     raise UserError(f'text {number + 1} to score needs a context of at least one token, such as bos.')
@@ -169,7 +170,7 @@ def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
 def _make_batch(
   steps: DecodeSteps, texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, *, adapter: int
 ) -> ScoreBatch:
-  """The arrays of at most `num_rows` texts; further rows score nothing."""
+  """Returns the arrays of at most `num_rows` texts; further rows score nothing."""
   rows = functools.partial(filled_rows, num_rows, np.int32)
   contexts, encoded = [context for context, _ in texts], {}
   if steps.encoder_len is not None:
@@ -195,7 +196,7 @@ def _score(steps: DecodeSteps, variables: Variables, batch: ScoreBatch) -> Score
 
 
 def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:
-  """Yields the scores of a batch; waits for it."""
+  """Waits for a batch, and yields its scores."""
   scores = jax.device_get(scores)
   for row, number in enumerate(numbers):
     size = len(texts[number][1])

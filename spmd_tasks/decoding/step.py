@@ -3,9 +3,8 @@
     step = Step(programs)
     state, outputs = step(variables, state, step.make_inputs(keep))
 
-`generate_tokens` is what a program computes, for one of a few numbers of rows. It leaves unchanged the slots that are
-finished or whose prompts are not read to the end. With drafts (drafts.py) a row is a token of a text, and a slot has
-several rows.
+A program computes `generate_tokens` for one of a few numbers of rows. Slots that are finished, or whose prompts are not
+read to the end, stay unchanged. With drafts (drafts.py) a slot has several rows, one for each token that is checked.
 
 Shapes: N slots, n of them in a step, R rows with drafts, M blocks of a text in D parts, k drafts, V vocabulary, W words
 of V bits.
@@ -25,7 +24,15 @@ from spmd_tasks.decoding import nextn_drafts
 from spmd_tasks.decoding.cache_arrays import write_tokens
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.decode_programs import DecodePrograms
-from spmd_tasks.decoding.decode_state import DecodeState, Forward, Outputs, append_tokens, draw, emit, put_rows
+from spmd_tasks.decoding.decode_state import (
+  DecodeState,
+  Forward,
+  Outputs,
+  append_tokens,
+  put_rows,
+  sample_next_tokens,
+  sample_outputs,
+)
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.runtime.task import Variables
 
@@ -37,12 +44,11 @@ class StepInputs(struct.PyTreeNode):
   """What a step takes besides the variables and the state.
 
   Attributes:
-    keep: bool [N]; slots where it is False become inactive.
-    slots: int32 [n], all different: the slots that a step of n rows computes; ids from N on stand for none. None
-      computes all N.
-    tables: int32 [D, R/D, M], the blocks of each row, see `write_tokens`; None if all of the cache is by slots.
+    keep: bool [N]; slots with False become inactive.
+    slots: int32 [n], the slot of each of n rows, all different; N or more for an unused row. None: row i is slot i.
+    tables: int32 [D, R/D, M], the blocks of each row, see `write_tokens`; None if the cache has no blocks.
     masks: uint32 [N, W], the tokens that each slot may take (constraints.py); None allows all.
-    drafts: the R rows of the slots' newest tokens and drafts; None: the rows are the slots.
+    drafts: R rows for the newest tokens and drafts of the n slots; None: one row for each slot.
   """
 
   keep: Any
@@ -95,7 +101,7 @@ def _next_tokens(
   """Samples a token of each of n rows; returns them without a cache, outputs [n] and the new cache."""
   batch = _model_batch(rows.tokens, rows.positions, rows.active, rows.adapters, inputs.slots, inputs.tables, heads)
   logits, new = forward(variables, cache, batch)
-  new_rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
+  new_rows, outputs = sample_next_tokens(logits[:, 0], rows, masks, num_top_logprobs)
   if heads:
     following = {'following': outputs.tokens[:, None], 'lengths': jnp.ones_like(rows.tokens)}
     new_rows, new = nextn_drafts.update_drafts(new_rows, forward, variables, cache, batch, new, heads, **following)
@@ -129,8 +135,8 @@ def _check_drafts(
   batch = _model_batch(tokens, positions, active, of_text(rows.adapters), slots, inputs.tables, heads)
   batch |= {'drafts': drafts}
   logits, new = forward(variables, cache, batch)
-  new_rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
-  # As many tokens as were sampled belong to their texts: each was read to sample the next one.
+  new_rows, outputs = _sample_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
+  # A text keeps the newest token and the right drafts, from each of which a valid token was sampled.
   num_read = jnp.sum(outputs.is_valid, axis=0)
   active &= drafts.columns < of_text(num_read)
   lengths = active.astype(jnp.int32)
@@ -174,45 +180,46 @@ def _outputs_of_slots(outputs: Outputs, inputs: StepInputs) -> Outputs:
   return jax.tree.map(put, outputs)
 
 
-def _emit_drafted(
+def _sample_drafted(
   logits: jax.Array, state: DecodeState, drafts: DraftRows, num_top_logprobs: int
 ) -> tuple[DecodeState, Outputs]:
-  """Samples tokens of each slot, up to the first that was not drafted; logits are [R, V], outputs [k + 1, n].
+  """Samples up to k + 1 tokens of each of n texts from logits [R, V]; outputs are [k + 1, n].
 
-  All rows are sampled at once, each as if the drafts before it were right: else its token is not of the text.
+  Samples all rows at once, each as if the drafts before it were right; drops the tokens after the first wrong draft.
   """
   num_rows, vocab_size = logits.shape
   take: Any = functools.partial(jnp.take, indices=drafts.owners, axis=0, mode='clip')
-  of_rows = jax.tree.map(take, state.replace(cache=None, seen=None, counts=None))
-  is_used = of_rows.active & (drafts.owners < len(state.tokens))
-  of_rows = of_rows.replace(positions=of_rows.positions + drafts.columns, active=is_used)
-  told = jnp.where(drafts.columns > 0, drafts.tokens, vocab_size)  # the scatters drop V
-  told = jnp.concatenate([told[:, None], jnp.take(told, drafts.earlier, mode='fill', fill_value=vocab_size)], axis=1)
+  rows = jax.tree.map(take, state.replace(cache=None, seen=None, counts=None))
+  is_used = rows.active & (drafts.owners < len(state.tokens))
+  rows = rows.replace(positions=rows.positions + drafts.columns, active=is_used)
+  tokens = jnp.where(drafts.columns > 0, drafts.tokens, vocab_size)  # the scatters drop V
+  earlier = jnp.take(tokens, drafts.earlier, mode='fill', fill_value=vocab_size)
+  read = jnp.concatenate([tokens[:, None], earlier], axis=1)  # the drafts that precede what a row samples
 
   def occurrences() -> tuple[jax.Array, jax.Array]:
     numbers, seen, counts = jnp.arange(num_rows)[:, None], take(state.seen), take(state.counts)
-    return seen.at[numbers, told].set(True, mode='drop'), counts.at[numbers, told].add(1, mode='drop')
+    return seen.at[numbers, read].set(True, mode='drop'), counts.at[numbers, read].add(1, mode='drop')
 
-  drawn = draw(logits, of_rows, None, None if state.seen is None else occurrences, num_top_logprobs)
-  outputs = jax.tree.map(lambda x: jnp.take(x, drafts.rows.T, axis=0, mode='clip'), drawn)
-  following = drafts.rows.T[1:]
-  is_right = (following < num_rows) & (jnp.take(drafts.tokens, following, mode='clip') == outputs.tokens[:-1])
-  goes_on = is_right & ~outputs.is_finished[:-1]
-  is_valid = jnp.stack([*itertools.accumulate([state.active, *goes_on], jnp.logical_and)])
+  by_row = sample_outputs(logits, rows, None, None if state.seen is None else occurrences, num_top_logprobs)
+  outputs = jax.tree.map(lambda x: jnp.take(x, drafts.rows.T, axis=0, mode='clip'), by_row)
+  next_rows = drafts.rows.T[1:]
+  is_right = (next_rows < num_rows) & (jnp.take(drafts.tokens, next_rows, mode='clip') == outputs.tokens[:-1])
+  continues = is_right & ~outputs.is_finished[:-1]
+  is_valid = jnp.stack([*itertools.accumulate([state.active, *continues], jnp.logical_and)])
   outputs = outputs.replace(is_valid=is_valid)
   last = jnp.maximum(jnp.sum(is_valid, axis=0) - 1, 0)
   tokens, is_finished = (x[last, jnp.arange(len(last))] for x in (outputs.tokens, outputs.is_finished))
-  told = jnp.where(is_valid, outputs.tokens, vocab_size)
-  return append_tokens(state, tokens, state.positions + 1 + last, is_finished, told), outputs
+  added = jnp.where(is_valid, outputs.tokens, vocab_size)
+  return append_tokens(state, tokens, state.positions + 1 + last, is_finished, added), outputs
 
 
 class Step:
   """The compiled steps of a model.
 
   Attributes:
-    row_counts: how many rows a step may compute, in order: the least that hold all busy slots; on GPUs and TPUs 64 or N
-      at least, on GPUs never fewer than 16, which may be more than N. One row would not have the bits of several, whose
-      products are of another kind. Where the mesh splits slots, each step computes all N.
+    row_counts: numbers of rows that steps are compiled for, ascending. A step takes the least that holds all busy
+      slots: at least 2, as products of one row have other bits; on GPUs and TPUs at least 64 or N, on GPUs at least 16,
+      which may be more than N. If the mesh splits slots, a step computes all N.
     num_drafts: k, how many drafts of a slot a step may check.
   """
 
@@ -251,11 +258,11 @@ class Step:
     """Returns the inputs of the smallest step for these slots, as host arrays.
 
     Args:
-      keep: bool [N].
-      masks: the token masks of some slots; without any another program runs.
+      keep: bool [N], the slots that have a sequence.
+      masks: the token masks of some slots; a step with masks is another program.
       blocks: the blocks of the slots to keep; None: each slot has its own.
-      drafts: up to k tokens of some slots, which masks exclude. If a model guesses them, they say only how many; a slot
-        that may have some later has none here.
+      drafts: up to k tokens of some slots; not together with masks. If a model guesses them, only their number counts;
+        a slot that may have drafts in a later step has an empty tuple.
     """
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.row_counts if rows >= len(busy))
@@ -282,21 +289,21 @@ class Step:
     return inputs
 
   def draft_row_counts(self, num_rows: int) -> tuple[int, ...]:
-    """Returns how many rows a step with drafts may compute, in order, if it has `num_rows` without."""
+    """Returns the numbers of rows of steps that check drafts of `num_rows` slots, ascending."""
     if self._layout.num_parts > 1:
       return (self._layout.num_parts * self._layout.slots_per_part * (self.num_drafts + 1),)
     return tuple(dict.fromkeys(num_rows * (num + 1) for num in (1, self.num_drafts)))
 
   def _row_counts(self) -> tuple[int, ...]:
     num_slots, platform, is_split = self._num_slots, self._model.platform, self._layout.num_parts > 1
-    many = platform != 'cpu' and not self.num_drafts  # which give a slot several rows
-    fewest = _MANY_ROWS if many else _FEWEST_ROWS
-    fewer = () if is_split else (fewest * 4**i for i in range(num_slots))
-    most = max(num_slots, _LEAST_ROWS.get(platform, 1)) if many and not is_split else num_slots
-    return (*itertools.takewhile(lambda rows: rows < num_slots, fewer), most)
+    pads_rows = platform != 'cpu' and not self.num_drafts  # drafts give a slot several rows
+    fewest = _MANY_ROWS if pads_rows else _FEWEST_ROWS
+    smaller = () if is_split else (fewest * 4**i for i in range(num_slots))
+    most = max(num_slots, _LEAST_ROWS.get(platform, 1)) if pads_rows and not is_split else num_slots
+    return (*itertools.takewhile(lambda rows: rows < num_slots, smaller), most)
 
   def _function(self, inputs: StepInputs) -> Any:
-    # A step without masks and drafts is of slots that have no drafts later either.
+    # No slot of a step without masks and drafts may have drafts later.
     heads = () if inputs.masks is None and inputs.drafts is None else self._model.heads
     num_top_logprobs = self._model.settings.num_top_logprobs
     return functools.partial(generate_tokens, num_top_logprobs=num_top_logprobs, heads=heads)
@@ -336,7 +343,7 @@ class Step:
   def _draft_rows(
     self, slots: np.ndarray, tables: np.ndarray, drafts: Mapping[int, Sequence[int]], num_rows: int
   ) -> tuple[DraftRows, np.ndarray]:
-    """Assigns rows to the busy slots' tokens, each in its slot's part. Returns them and their tables."""
+    """Assigns rows to the newest tokens and drafts, each in the part of its slot; returns them and their tables."""
     layout = self._layout
     (places,) = np.nonzero(slots < self._num_slots)
     tokens = [(0, *drafts.get(slot, ())) for slot in slots[places].tolist()]

@@ -1,4 +1,4 @@
-"""TextScorer: the scores or the vector that a model with a head for scores, or with none, gives to each text.
+"""TextScorer: computes scores of texts, by a model with a head for scores, or their vectors, by a model without a head.
 
     scorer = TextScorer(partitioned_model, reading, max_len=512)
     scorer.run(variables, [(1, 17, 34), (1, 8)])     # float32 [2, N]; compiled once for each length of a batch
@@ -22,21 +22,20 @@ from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputSpec
 
-_MAX_ROWS, _BATCH_TOKENS = 16, 1024  # of a batch at most
+_MAX_ROWS, _BATCH_TOKENS = 16, 1024  # of a batch, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextReading:
-  """How texts become tokens, and what their tokens' vectors become.
+  """How to tokenize texts, and how to pool the vectors of their tokens.
 
   Fields:
-    labels: names of the N scores; () where a text has a vector.
-    pooling: 'last' or 'mean': the vector of the last token, or the mean of all.
-    normalize: whether vectors have the length 1.
-    ends: whether a text is written as in training here, with the end of text behind it; otherwise as the folder's own
-      tokenizer writes it.
-    prompt: stands before each text that gets a vector.
-    activation: what turns scores into what clients get, if they do not ask for the scores themselves.
+    labels: the names of the N scores; () for vectors.
+    pooling: 'last' takes the vector of the last token, 'mean' the mean of all.
+    normalize: whether to scale vectors to length 1.
+    ends: whether the end of text follows a text, as in training; False tokenizes as the folder's own tokenizer does.
+    prompt: the beginning of each text that gets a vector.
+    activation: what is applied to scores, unless clients ask for the raw ones.
   """
 
   labels: tuple[str, ...] = ()
@@ -47,14 +46,14 @@ class TextReading:
   activation: Literal['none', 'sigmoid', 'softmax'] = 'none'
 
   def encode(self, tokenizer: Tokenizer, text: str, second: str | None = None) -> tuple[int, ...]:
-    """The tokens of a text, or of a pair: what is scored, such as an answer, stands behind `text`."""
+    """Returns the tokens of a text, or of a pair, in which `second`, such as an answer, is scored."""
     if not self.ends and isinstance(tokenizer, FolderTokenizer):
       return tokenizer.encode_whole(text, second)
     ids = encode_prompt(tokenizer, text + (second or ''))
     return (*ids, tokenizer.eos_id) if tokenizer.eos_id not in ids[-2:] else ids
 
   def cut(self, tokenizer: Tokenizer, ids: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The first tokens of a text, and the special ones that end it."""
+    """Cuts the tokens of a text to a length; the special tokens at its end stay."""
     end = self.encode(tokenizer, 'a')[len(encode_prompt(tokenizer, 'a')) :]
     end = end if len(end) < length and ids[len(ids) - len(end) :] == end else ()
     return ids if len(ids) <= length else (*ids[: length - len(end)], *end)
@@ -68,16 +67,16 @@ class TextReading:
 
 
 def text_reading(job: Any) -> TextReading | None:
-  """That of a job whose model scores texts or gives them vectors; None of one that generates text."""
+  """Returns the TextReading of a job whose model computes scores or vectors; None if it generates text."""
   return job.experiment.text_reading() if hasattr(job.experiment, 'text_reading') else None
 
 
 def text_batch(spec: InputSpec, texts: Sequence[Sequence[int]], pooling: str = 'last') -> dict[str, np.ndarray]:
-  """A batch with one text a row; `weights` [B, T] say how its vector is made of those of its tokens.
+  """Returns a batch with one text per row; `weights` [B, T] are the weights of its tokens in the pooled vector.
 
-  A text that is empty, or longer than a row, has an empty row.
+  The row of a text that is empty, or longer than a row, is empty.
   """
-  batch = {name: np.zeros(each.shape, each.dtype) for name, each in spec.items()}
+  batch = {name: np.zeros(entry.shape, entry.dtype) for name, entry in spec.items()}
   for row, ids in enumerate(texts):
     if 0 < (size := len(ids)) <= spec['ids'].shape[1]:
       batch['ids'][row, :size], batch['segment_ids'][row, :size] = ids, 1
@@ -89,24 +88,26 @@ def text_batch(spec: InputSpec, texts: Sequence[Sequence[int]], pooling: str = '
 
 
 def pooled(task: Any, variables: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """The vectors of the rows of a batch, float32 [B, N]."""
+  """Returns the pooled vectors of the rows of a batch, float32 [B, N]."""
   weights = batch['weights'].astype(jnp.float32)[..., None]
   return jnp.sum(jnp.where(weights > 0, task.predict(variables, batch)['logits'] * weights, 0.0), axis=1)
 
 
 class TextScorer:
-  """A partitioned model, and one compiled program for each length of a batch.
+  """Computes scores or vectors, by one compiled program for each length of a batch.
 
   Attributes:
-    buckets: these lengths, T; the last one is the longest text's.
-    num_labels: N, or 0 where texts have vectors.
+    buckets: the lengths T, up to the length of the longest text.
+    num_labels: N for scores, or 0 for vectors.
   """
 
   def __init__(self, model: PartitionedModel, reading: TextReading, *, max_len: int):
     """Compiles nothing yet. Raises a UserError if the model does not score texts."""
     num_labels = getattr(getattr(model.task.model, 'embedding', None), 'num_labels', None)
     if num_labels is None or len(reading.labels) != num_labels:
-      raise UserError(f'the model has num_labels = {num_labels}, and not {len(reading.labels)}: set num_labels.')
+      raise UserError(
+        f'the model has num_labels={num_labels}, but there are {len(reading.labels)} labels: set num_labels.'
+      )
     self.buckets = DecodeSettings(min_bucket=min(16, max_len)).buckets(max_len)
     self.num_labels = num_labels
     self._model = model
@@ -114,19 +115,19 @@ class TextScorer:
     self._steps: dict[int, CompiledStep] = {}
 
   def num_rows(self, bucket: int) -> int:
-    """B, of a batch of this length."""
+    """Returns B, the number of rows of a batch of this length."""
     return max(1, min(_MAX_ROWS, _BATCH_TOKENS // bucket))
 
   def bucket(self, length: int) -> int:
-    """The shortest bucket for a text of so many tokens."""
+    """Returns the shortest bucket for a text of `length` tokens."""
     return next(bucket for bucket in self.buckets if bucket >= length)
 
   def run(self, variables: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns float32 [len(texts), N], for at most B texts.
 
     Args:
-      variables: of the model, padded arrays on the mesh.
-      texts: tokens; a text's numbers depend on the bucket of the longest, and not on the other texts.
+      variables: the model's variables, padded arrays on the mesh.
+      texts: the tokens of each text. The results depend on the bucket of the longest text, not on the other texts.
     """
     step = self._step(self.bucket(max(map(len, texts))))
     batch = text_batch(step.layout.spec, texts, self._reading.pooling)

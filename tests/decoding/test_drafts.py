@@ -133,7 +133,6 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   assert texts == _run(run, run.steps, requests)[0]
   # A slot that may have drafts beside one that is constrained has none, but its model reads on.
   engine = ModelEngine(steps, run.variables, constrain=True)
-  steps.draft.free()  # its weights come back, too
   engine.reset()
   chunk = Chunk(request=requests[0], slot=0, start=0, stop=CHUNK)
   first = [engine.prefill([chunk]), engine.prefill([dataclasses.replace(chunk, start=CHUNK, stop=7)])][1].read()

@@ -61,14 +61,14 @@ def before_the_temperature(monkeypatch):
 
 def after_top_k(monkeypatch):
   """Computes log-probabilities among the five most probable tokens, which are sampled."""
-  emit = decode_state.emit
+  sample_next_tokens = decode_state.sample_next_tokens
 
-  def emit_of_few(logits, *others):
+  def sample_of_few(logits, *others):
     least = jax.lax.top_k(logits, 5)[0][..., -1:]
-    return emit(jnp.where(logits >= least, logits, -1e30), *others)
+    return sample_next_tokens(jnp.where(logits >= least, logits, -1e30), *others)
 
   for module in (prefill, step, group_sampling):
-    monkeypatch.setattr(module, 'emit', emit_of_few)
+    monkeypatch.setattr(module, 'sample_next_tokens', sample_of_few)
   return Sampler('top_k=5').rollout()
 
 
