@@ -31,7 +31,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, generate
-from spmd_tasks.decoding.decode_steps import check_reads_tokens
+from spmd_tasks.decoding.decode_model import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt

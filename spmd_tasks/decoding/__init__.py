@@ -10,9 +10,9 @@ Read in this order:
   sampling.py            from logits to a token, with separate parameters for every row
   decode_state.py        the sequences in the slots of a model, and how they grow by a token
   prefill.py, step.py    what reads prompts into slots, and what generates the next token of every slot
-  steps.py               DecodeSteps: both, with drafts (draft_model.py) and beam search (beam.py), compiled for a mesh.
-                         decode_steps.py is the model that they call, with its weights as weight_storage.py stores them;
-                         decode_layout.py the layout of the state, decode_programs.py what compiles
+  decode_steps.py        DecodeSteps: both, with drafts (draft_model.py) and beam search (beam.py), compiled for a mesh.
+                         decode_model.py has the model that they call, with weights as weight_storage.py stores them;
+                         decode_layout.py the layout of the state, and decode_programs.py compiles
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
   scheduler.py           which sequence is in which slot, and which blocks hold what (block_pool.py)
                          drafts.py guesses tokens that a step then checks
@@ -26,8 +26,8 @@ Read in this order:
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
+  from spmd_tasks.decoding.decode_steps import DecodeSteps
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
-  from spmd_tasks.decoding.steps import DecodeSteps
   from spmd_tasks.runtime import DecodeSettings, SamplingParams

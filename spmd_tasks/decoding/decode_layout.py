@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.decoding.cache_arrays import has_blocks
+from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_state import empty_state
-from spmd_tasks.decoding.decode_steps import DecodeModel
 from spmd_tasks.decoding.weight_storage import free_bytes, local_bytes
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import padding

@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding.decode_layout import DecodeLayout, sharding_or_format
+from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_state import DecodeState
-from spmd_tasks.decoding.decode_steps import DecodeModel
 from spmd_tasks.sharding import padding
 
 _COMPILED_AT_ONCE = 8  # programs
@@ -61,7 +61,7 @@ class DecodePrograms:
     model = self.model
 
     def compute(stored, *inputs):
-      return function(model.forward, model._true(stored), *inputs)
+      return function(model.forward, model.true_variables(stored), *inputs)
 
     return self._compile(name, lambda: self._lower(compute, (model.variables,), inputs, out=self._replicated))
 
@@ -78,7 +78,7 @@ class DecodePrograms:
 
     def update(stored, padded_state, *inputs):
       state = padding.unpad(padded_state, layout.abstract_state)
-      state, outputs = function(model.forward, model._true(stored), state, *inputs)
+      state, outputs = function(model.forward, model.true_variables(stored), state, *inputs)
       return padding.pad(state, layout.padded_state), outputs
 
     on_mesh, out = (model.variables, layout.padded_state), (layout.state_shardings, self._replicated)

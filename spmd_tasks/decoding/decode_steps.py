@@ -1,220 +1,103 @@
-"""DecodeModel: a PartitionedModel as decoding calls it, with a KV cache and stored weights.
+"""DecodeSteps: a PartitionedModel's compiled Prefill, Step and Draft.
 
-    model = DecodeModel(partitioned_model, settings)
-    stored = model.storage.store(variables)      # the model's, unless the settings have a weights_dtype
-    logits, new = model.forward(variables, cache, batch)
+    steps = DecodeSteps(model, settings)
+    state = steps.init()
+    variables = steps.storage.store(variables)      # the model's, unless the settings have a weights_dtype
+    state, first = steps.prefill(variables, state, steps.prefill.make_batch(chunks))
+    state, outputs = steps.step(variables, state, steps.step.make_inputs(keep))
 
-Programs call `forward` (decode_programs.py), within the context `scope`.
+Nothing is compiled after `compile()`, whatever the requests.
 """
 
-from collections.abc import Mapping
-import contextlib
-import dataclasses
-from typing import Any
-
-from flax import traverse_util
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-
-from spmd_tasks.decoding import nextn_drafts
-from spmd_tasks.decoding.cache_arrays import has_blocks
-from spmd_tasks.decoding.kv_cache import KvCache
-from spmd_tasks.decoding.weight_storage import (
-  LAYER_KERNELS,
-  WeightStorage,
-  find_kernels,
-  multiplying_by_layer,
-  with_layer_kernels,
-)
-from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import adapter_choices, map_adapters
-from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.decoding.beam import BeamSearch
+from spmd_tasks.decoding.decode_layout import DecodeLayout
+from spmd_tasks.decoding.decode_model import DecodeModel
+from spmd_tasks.decoding.decode_programs import DecodePrograms
+from spmd_tasks.decoding.decode_state import DecodeState
+from spmd_tasks.decoding.draft_model import Draft, DraftModel, ModelDraft, decode_model_of
+from spmd_tasks.decoding.prefill import Prefill
+from spmd_tasks.decoding.step import Step
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
-from spmd_tasks.runtime.task import Variables
-from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import ShardingScope, current_platform, sharding_scope
-from spmd_tasks.sharding.weights import is_quantized, unbox_weights, weight_specs
 
 
-class DecodeModel:
-  """A model that reads tokens after those in a KV cache.
+class DecodeSteps:
+  """Generates text with a model, by programs that are compiled for its mesh.
 
   Attributes:
-    settings: the sizes.
-    mesh: the mesh of the model.
-    platform: of the mesh's devices.
-    storage: how the variables that programs take are stored; its `store` makes them from the model's.
-    variables: these variables, arranged, as abstract arrays with shardings.
-    max_len: S, positions of a text.
-    encoder_len: E, the encoder's positions; None if the model has no encoder.
-    has_prefix: whether a prompt, and the context of a text that is scored, sees itself in both directions.
-    heads: the number of the model's own head that guesses each draft (nextn_drafts.py); () if none do.
-    vocab_size: V.
-    adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
+    model: the model with a KV cache and stored weights.
+    layout: the layout of the state over the mesh.
+    programs: the compiled programs, including those of group sampling and scoring.
+    prefill: reads chunks of prompts.
+    step: generates the next token of every slot.
+    draft: guesses further tokens, which a step checks.
+    search: searches by beams, if the settings have several, instead of the three above.
+    settings, storage, max_len, encoder_len, vocab_size, adapter_names: attributes of `model`.
+    kept_state: the state, on the devices, that the last `generate` left for the next one; None if there is none.
   """
 
   def __init__(
     self,
     model: PartitionedModel,
-    settings: DecodeSettings,
+    settings: DecodeSettings | None = None,
     *,
     temperature: float = 1.0,
-    uses_heads: bool = True,
+    draft: DraftModel | None = None,
     records_routing: bool = False,
   ):
-    """Traces the model, and compiles nothing.
+    """Plans the state; compiles nothing yet.
 
     Args:
       model: the partitioned model.
-      settings: the sizes.
-      temperature: the model's logits are divided by it.
-      uses_heads: whether the model's own heads guess the drafts, if it has any.
-      records_routing: whether the cache also stores which experts computed each token.
+      settings: the sizes; None takes the task's.
+      temperature: divides the model's logits, and so changes log-probabilities, unlike the temperature of a request.
+      draft: the model that guesses drafts, if the settings have any; None: the model's own heads (nextn_drafts.py), or
+        n-grams if it has none (drafts.py).
+      records_routing: whether group sampling also returns which experts computed each token.
 
     Raises:
       UserError: the model cannot generate text.
     """
-    self._task = model.task.as_task('text generation')
-    self._model = model
-    self._temperature = temperature
-    self.settings = settings
-    self.mesh = model.mesh
-    self.storage = WeightStorage(model, settings.weights_dtype)
-    self.adapter_names = adapter_choices(self._task.model)
-    # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
-    axis = stage_axis(model.mesh.axis_names, model.axis_rules)
-    rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
-    # A call has few tokens, and the cache grows by them: devices that split a training sequence all compute the same.
-    self._axis_rules = tuple((name, None if name == 'seq' else axes) for name, axes in rules)
-    spec = model.input_layout.spec
-    check_reads_tokens(spec, settings)
-    self.max_len = settings.max_len or spec['ids'].shape[1]
-    self._kv_cache = KvCache(
-      max_len=self.max_len,
-      dtype=settings.cache_dtype,
-      attention=settings.cache_attention,
-      records_routing=records_routing,
+    if settings is None:
+      settings = model.task.as_task('text generation').decode
+    self.model = DecodeModel(
+      model, settings, temperature=temperature, uses_heads=draft is None, records_routing=records_routing
     )
-    self.encoder_len = None
-    if 'encoder_ids' in spec:
-      self.encoder_len = settings.encoder_len or spec['encoder_ids'].shape[1]
-    self.has_prefix = 'prefix_mask' in spec
-    with self.scope():
-      self.platform = current_platform()
-    num_heads = getattr(model.task.model, 'num_nextn_predict_layers', 0) if uses_heads else 0
-    num_guessed = settings.num_drafts if num_heads and settings.num_beams == 1 else 0
-    self.heads = tuple(min(number, num_heads - 1) for number in range(num_guessed))
+    draft_model = None if draft is None else decode_model_of(draft, self.model)
+    self.layout = DecodeLayout(self.model, draft_model=draft_model)
+    self.programs = DecodePrograms(self.model, self.layout)
+    self.prefill, self.step, self.search = Prefill(self.programs), Step(self.programs), BeamSearch(self.programs)
+    self.draft = Draft(is_model=bool(self.model.heads))
+    if draft is not None and draft_model is not None:
+      self.draft = ModelDraft(draft, draft_model, self.layout)
+    self.settings, self.storage = self.model.settings, self.model.storage
+    self.max_len, self.encoder_len = self.model.max_len, self.model.encoder_len
+    self.vocab_size, self.adapter_names = self.model.vocab_size, self.model.adapter_names
+    self.kept_state: DecodeState | None = None
 
-    self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
-    kernels: set[tuple[str, ...]] = set()
-    finds_kernels = self.platform == 'cpu' and model.mesh.size == 1
-    with find_kernels(kernels) if finds_kernels else contextlib.nullcontext():
-      logits, _ = self._prefill_shapes(settings.num_slots)
-    self.vocab_size = logits.shape[-1]
-    # What was traced are the model's kernels, of which some are stored quantized.
-    stored = traverse_util.flatten_dict(self.storage.padded.get('params', {}))
-    self._layer_kernels = {path for path in kernels if not is_quantized(stored[path])}
-    self.variables = self.arrange(self.storage.padded)
+  def init(self) -> DecodeState:
+    """Returns the state in which no slot is active."""
+    self.draft.init()
+    return self.programs.init_state()
 
-  def arrange(self, variables: Variables) -> Variables:
-    """Returns stored variables as programs take them; variables that are arranged already stay as they are."""
-    return with_layer_kernels(variables, self._layer_kernels)
+  def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
+    """Compiles all prefills and steps, or the searches if the settings have several beams.
 
-  def _true(self, arranged: Variables) -> Variables:
-    return arranged if LAYER_KERNELS in arranged else self.storage.true(arranged)  # one device has no padding
-
-  def forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Calls the model within `scope`, see `Forward` of decode_state.py."""
-    if self.has_prefix and cache is None:
-      batch = {'prefix_mask': batch['segment_ids'], **batch}
-    is_known = {'adapters': bool(self.adapter_names), 'prefix_mask': self.has_prefix}
-    batch = {name: each for name, each in batch.items() if is_known.get(name, True)}
-    logits, new = self._read_tokens(variables, cache, batch)
-    return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
-
-  def _read_tokens(self, variables: Variables, cache: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
-    """Reads a batch's tokens after those in the KV cache, as `Forward` of decode_state.py says; returns boxes.
-
-    Raises a UserError: the model cannot generate text.
+    Args:
+      score_prompts: whether to compile prefills that score prompts too.
+      constrain: whether prefills take token masks, and to compile steps that take them too.
     """
-    if cache is not None:
-      variables = variables | {'cache': cache}
-    model, numbers = self._task.model, batch.get('adapters')
-    if numbers is not None:
-      model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
-    positional, named = self._task.arguments(batch, train=False)
-    rows = {name: batch.get(name) for name in ('slots', 'tables', 'drafts')}
-    with (
-      layer_scope(cache=dataclasses.replace(self._kv_cache, **rows)),
-      self._task.layer_context(),
-      multiplying_by_layer(variables) as variables,
-    ):
-      outputs, updated = model.apply(variables, *positional, **named, mutable='new_cache')
-    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
-      raise UserError(
-        f'{type(model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
-      )
-    return outputs['logits'], updated['new_cache']
-
-  def abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any]:
-    """Returns the shapes of a KV cache for rows of max_len tokens, and its PartitionSpecs.
-
-    With `blocks`, (B, b), arrays that hold texts of any length are pools of blocks.
-    """
-
-    def as_pool(path, leaf):
-      if blocks is None or not has_blocks(path):
-        return leaf
-      shape = (*leaf.shape[:-4], blocks[0], leaf.shape[-3], blocks[1], leaf.shape[-1])
-      return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    _, boxed = self._prefill_shapes(num_rows)
-    cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
-    with self.scope() as scope:
-      specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
-    return cache, specs
-
-  def _prefill_shapes(self, num_rows: int) -> tuple[Any, Any]:
-    """Returns the shapes of the logits and of the boxed keys and values that a prefill of `num_rows` texts returns."""
-    batch = {
-      name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')
-    }
-    if self.encoder_len is not None:
-      text = jax.ShapeDtypeStruct((num_rows, self.encoder_len), jnp.int32)
-      batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
-
-    def prefill(variables, batch):
-      logits, new = self._read_tokens(variables, None, batch | ({'returns_hidden': True} if self.heads else {}))
-      if self.heads:
-        given = {'following': batch['ids'], 'lengths': (first := batch['ids'][:, 0]), 'draw': lambda logits: first}
-        _, new = nextn_drafts.guess(self._read_tokens, variables, None, batch, new, self.heads, **given)
-      return logits, new
-
-    if num_rows not in self._prefills:
-      with self.scope():
-        self._prefills[num_rows] = jax.eval_shape(prefill, self._model.abstract_state.variables, batch)
-    return self._prefills[num_rows]
-
-  def empty_cache(self, num_rows: int) -> Any:
-    """Returns, in a program, zeros for rows of max_len tokens, sharded over the mesh."""
-
-    def empty(leaf, spec):
-      return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), NamedSharding(self.mesh, spec))
-
-    return jax.tree.map(empty, *self.abstract_cache(num_rows))
-
-  def scope(self) -> contextlib.AbstractContextManager[ShardingScope]:
-    """Returns the context in which the model is traced."""
-    return sharding_scope(self.mesh, self._axis_rules, self._model.inputs_split_mapping)
-
-
-def check_reads_tokens(spec: Mapping[str, Any], settings: DecodeSettings | None) -> None:
-  """Raises a UserError if the batches of a model have no tokens, so that it can continue no text."""
-  if 'ids' not in spec and (settings is None or settings.max_len is None):
-    raise UserError(
-      f'the model generates no text, because its batches have {", ".join(sorted(spec))} and no `ids`, the tokens of a '
-      'language model: take --mode eval, or `model.apply` in Python; a language model with other training data needs '
-      'task.decode.max_len.'
-    )
+    if self.settings.num_beams > 1:
+      for chunks in self.prefill.any_chunks():
+        self.search.compile(self.prefill.make_batch(chunks))
+      return
+    self.init()
+    with self.programs.in_threads():
+      for inputs in self.step.any_inputs(constrain=constrain):
+        self.step.compile(inputs)
+        if inputs.masks is not None or inputs.drafts is not None:
+          self.draft.compile_guess(self.layout.abstract_state, inputs)
+      for score in (False, True) if score_prompts else (False,):
+        for chunks in self.prefill.any_chunks(score):
+          batch = self.prefill.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
+          self.prefill.compile(batch)
+          self.draft.compile_prefill(batch)

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding.decode_layout import DecodeLayout
+from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_programs import DecodePrograms
 from spmd_tasks.decoding.decode_state import DecodeState, Forward
-from spmd_tasks.decoding.decode_steps import DecodeModel
 from spmd_tasks.decoding.prefill import Prefill
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.step import StepInputs, generate_tokens

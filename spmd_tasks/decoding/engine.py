@@ -17,9 +17,9 @@ import numpy as np
 
 from spmd_tasks.decoding.constraints import num_words
 from spmd_tasks.decoding.decode_state import Outputs
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine_contract import TokenMasks
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch
-from spmd_tasks.decoding.steps import DecodeSteps
 
 
 class _OnDevice:

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
 from spmd_tasks.decoding.group_sampling import make_groups, sample
 from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.task import Variables
 

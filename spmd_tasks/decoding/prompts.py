@@ -19,9 +19,9 @@ from typing import Annotated, Any, ClassVar, Protocol
 from annotated_types import Ge, Lt, MinLen
 
 from spmd_tasks.decoding.constraints import Grammars, Matcher, wanted_form
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.sampling import MAX_BIASES, prompt_seed
-from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, Tokenizer
 from spmd_tasks.inputs.batches import import_tensorflow

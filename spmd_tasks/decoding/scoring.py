@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding.decode_state import Forward, encoder_entries, target_logprobs, text_entries
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import filled_rows
-from spmd_tasks.decoding.steps import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.task import Variables
 

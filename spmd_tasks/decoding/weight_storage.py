@@ -273,7 +273,7 @@ def _split(stack: Any) -> tuple[Any, ...]:
 def local_bytes(leaf: Any) -> int:
   """Returns the bytes that an abstract array with a sharding takes on each device.
 
-  An array with a layout is on a TPU, where rows are padded to 128 numbers; see DecodeSteps.
+  An array with a layout is on a TPU, where rows are padded to 128 numbers; see DecodeLayout.
   """
   *dims, last = (*leaf.sharding.shard_shape(leaf.shape),) or (1,)
   return math.prod(dims) * (last if leaf.format.layout is None else -(-last // 128) * 128) * leaf.dtype.itemsize

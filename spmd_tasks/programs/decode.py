@@ -24,7 +24,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.decoding import DecodeSteps, Prompt, Request, generate
 from spmd_tasks.decoding.constraints import Matcher
-from spmd_tasks.decoding.decode_steps import check_reads_tokens
+from spmd_tasks.decoding.decode_model import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import PromptSource, PromptTokenizer

@@ -20,7 +20,7 @@ import jax
 from spmd_tasks.command import Command
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.constraints import Grammars
-from spmd_tasks.decoding.decode_steps import check_reads_tokens
+from spmd_tasks.decoding.decode_model import check_reads_tokens
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.text_scorer import TextScorer, text_reading
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
