@@ -38,6 +38,7 @@ from alternation import alternate, paired_ratio, print_result
 import jax
 import numpy as np
 
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, SamplingParams, generate
@@ -81,7 +82,7 @@ class Ours:
   def __init__(self, folder):
     job = resolve('hf.Model', [f'model={folder}', 'ici_mesh_shape=1,1,1', 'seq_len=512']).build()
     self.model = partition_job(job)
-    self.variables = variables_from_folder(self.model, folder)
+    self.variables = variables_from_folder(self.model, open_folder(folder))
     self._vocab_size = job.task.model.embedding.vocab_size
 
   def prompts(self, lengths, seed=0):

@@ -32,12 +32,13 @@ _LOAD_OURS = (
 import jax
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 job = resolve('hf.Model', [f'model={folder}']).build()
 model = partition_job(job)
 jax.device_get(jax.jit(lambda x: x + 1)(1))
 imported, began, cpu = peak_gb(), time.perf_counter(), time.process_time()
-variables = jax.block_until_ready(variables_from_folder(model, folder))
+variables = jax.block_until_ready(variables_from_folder(model, open_folder(folder)))
 """
 )
 _LOAD_THEIRS = (
@@ -51,7 +52,8 @@ total = sum(float(value.sum()) for value in model.parameters())  # reads what is
 """
 )
 _HOLD_OURS = _LOAD_OURS.replace(
-  'variables_from_folder(model, folder)', "variables_from_folder(model, folder, WeightStorage(model, 'bfloat16'))"
+  'variables_from_folder(model, open_folder(folder))',
+  "variables_from_folder(model, open_folder(folder), WeightStorage(model, 'bfloat16'))",
 ).replace('import jax\n', 'import jax\nfrom spmd_tasks.decoding.weight_storage import WeightStorage\n', 1)
 _HOLD_THEIRS = _LOAD_THEIRS.replace('dtype=torch.float32', 'dtype=torch.bfloat16')
 _EXPORT_OURS = (
