@@ -1,4 +1,4 @@
-"""Runs a campaign: injects faults, judges each, prints one JSON line a fault and a summary.
+"""Runs a campaign: injects faults, judges the outcomes, and prints one JSON line per fault and a summary.
 
     scripts/fault_campaign --faults 500 --seed 1 --jobs 2 --out faults.jsonl
     scripts/fault_campaign --seed 1 --only 17 --keep /tmp/fault_17        # one of them again, its directory kept
@@ -38,10 +38,10 @@ VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
 
 
 class Campaign:
-  """Runs faults, and makes what they share when it is first asked for: fork servers, undisturbed jobs, a server."""
+  """Runs faults, and creates what they share on first use: fork servers, undisturbed jobs, a server."""
 
   def __init__(self, path: Path, seed: int, *, only_plain: bool = False):
-    """`only_plain`: on one device with synthetic tokens, where a fault does not need another job: the cheapest."""
+    """`only_plain` uses the cheapest job (one device, synthetic tokens) for faults that do not need another one."""
     self._only_plain = only_plain
     self._path = path
     self._seed = seed
@@ -66,7 +66,7 @@ class Campaign:
     return self._path / name
 
   def reference(self, job: str) -> Reference:
-    """Returns the undisturbed run of a job, made when it is first asked for."""
+    """Returns the undisturbed run of a job, which runs on first use."""
     with self._locks[job]:
       if job not in self._references:
         self._references[job] = self._run_undisturbed(job)
@@ -74,7 +74,7 @@ class Campaign:
 
   @contextlib.contextmanager
   def server(self, make: Callable[[Scene], Any]) -> Iterator[Any]:
-    """Yields the server that all faults of clients share; after a fault that it did not bear it is another one."""
+    """Yields the server that all faults of clients share; starts a new one after a fault that broke it."""
     with self._locks['server']:
       try:
         if self._server is None:
@@ -152,13 +152,13 @@ class Campaign:
     }
 
   def run(self, numbers: Iterable[int], *, num_lanes: int = 1, keep: Path | None = None) -> Iterable[dict[str, Any]]:
-    """Yields the lines in the order in which the faults were drawn."""
+    """Yields the lines in the order of the faults' numbers."""
     with ThreadPoolExecutor(num_lanes) as lanes:
       yield from lanes.map(lambda number: self.run_fault(number, keep), numbers)
 
 
 def summary_table(lines: Sequence[dict[str, Any]]) -> str:
-  """A table in Markdown: verdicts and seconds by kind, and their sums."""
+  """Returns a Markdown table of verdicts and seconds by kind, and their sums."""
   by_kind: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
   for line in lines:
     by_kind[line['kind']].append(line)

@@ -1,4 +1,4 @@
-"""The kinds of faults, and which one has which number.
+"""Registers the kinds of faults, and assigns a kind to each number.
 
     @kind('kill/at a random instant', share=4)
     def kill_at_a_random_instant(scene: Scene) -> str:
@@ -46,14 +46,14 @@ def kind(name: str, *, share: int = 2) -> Callable[[Callable[[Scene], str]], Cal
 
 
 def kinds() -> list[Kind]:
-  """All kinds, by name."""
+  """Returns all kinds, sorted by name."""
   for family in FAMILIES:
     importlib.import_module(f'tests.fault_campaign.{family}')
   return [_KINDS[name] for name in sorted(_KINDS)]
 
 
 def kind_of(seed: int, number: int) -> Kind:
-  """The kind of fault `number`: every round has each kind as often as its share says, in an order of its own."""
+  """Returns the kind of fault `number`: each round has every kind `share` times, in a random order."""
   one_round = [each for each in kinds() for _ in range(each.share)]
   place = number % len(one_round)
   random.Random(f'{seed} round {number // len(one_round)}').shuffle(one_round)

@@ -1,4 +1,4 @@
-"""Servers: with hostile, broken and slow clients, under signals, with damaged checkpoints, and of two processes.
+"""Faults of servers: hostile, broken and slow clients, signals, damaged checkpoints, two processes.
 
 One server is shared by the faults of clients. After each it must be well, give the same answer as before, have no
 connection or thread more than before, and have logged no traceback.
@@ -34,7 +34,7 @@ ANSWER_LIMIT_S = 30.0
 
 
 class Server:
-  """A running server of the job `Text`, its newest checkpoint served."""
+  """A running server of the newest checkpoint of the job `Text`."""
 
   def __init__(self, scene: Scene, *flags: object):
     scene.job = 'Text'
@@ -74,13 +74,13 @@ class Server:
     return socket.create_connection(('127.0.0.1', self.port), timeout=ANSWER_LIMIT_S)
 
   def long_request(self) -> tuple[bytes, bytes]:
-    """The header and the body, as bytes for a socket, of a request whose answer is a long stream."""
+    """Returns the bytes of a request, header and body, whose answer is a long stream."""
     body = json.dumps({'model': self.model} | LONG).encode()
     head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
     return head + b'Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n' % (KEY.encode(), len(body)), body
 
   def check_well(self, log_before: str) -> None:
-    """Healthy, with the same answer, without a traceback; soon with few connections and threads, and an empty cache."""
+    """Checks that the server is healthy, gives the same answer, and soon has few connections and threads."""
     check(self.process.is_running(), f'the server has ended: {judge.last_line(self.process.stderr)}')
     try:
       for path in ('/health', '/ready'):
@@ -116,7 +116,7 @@ def url_of(scene: Scene, process: Started) -> str:
 
 @contextlib.contextmanager
 def shared(scene: Scene) -> Iterator[Server]:
-  """The campaign's server, well before and after what happens inside."""
+  """Yields the campaign's server, and checks it before and after the body."""
   with scene.campaign_server(Server) as server:
     log_before = server.process.stderr
     yield server
@@ -125,7 +125,7 @@ def shared(scene: Scene) -> Iterator[Server]:
 
 @kind('serving/hostile clients', share=12)
 def hostile_clients(scene: Scene) -> str:
-  """Clients that leave at any byte, say nothing more, or send garbage; each alone is a test in tests/serving."""
+  """Clients disconnect at any byte, stop sending, or send garbage; tests/serving tests them one by one."""
   rng = scene.rng
   with shared(scene) as server, contextlib.ExitStack() as stack:
     head, body = server.long_request()
@@ -160,13 +160,13 @@ def hostile_clients(scene: Scene) -> str:
 
 
 def stream(url: str) -> contextlib.AbstractContextManager[httpx.Response]:
-  """A long answer of the server, while it comes."""
+  """Yields a long answer of the server while it arrives."""
   return httpx.stream('POST', url + COMPLETIONS, json=LONG, headers=HEADERS, timeout=60)
 
 
 @kind('serving/SIGTERM while it streams', share=2)
 def sigterm_while_streaming(scene: Scene) -> str:
-  """Running requests end or are told so, the exit code is 0."""
+  """Running requests end or get an error, and the exit code is 0."""
   server = Server(scene)
   delay, again = scene.rng.uniform(0, 0.5), scene.rng.random() < 0.5
   scene.where = f'after {delay:.2f} s' + (', twice' if again else '')
@@ -203,7 +203,7 @@ def signal_while_loading(scene: Scene) -> str:
 
 @kind('serving/a damaged checkpoint', share=2)
 def damaged_checkpoint(scene: Scene) -> str:
-  """At the start it is skipped or refused; at a publish the server keeps what it serves."""
+  """A damaged checkpoint is skipped or refused at the start; at a publish the server keeps its weights."""
   server = Server(scene)
   path = scene.rng.choice(damage.files_of(scene, 20))
   name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage', 'truncated'))
@@ -239,7 +239,7 @@ class PairServer:
 
   @property
   def url(self) -> str:
-    """Where it serves; waits until it does."""
+    """Waits until the server runs; returns its address."""
     return url_of(self.scene, self.pair.ranks[0])
 
   def complete(self) -> str:
@@ -250,7 +250,7 @@ class PairServer:
 
 @kind('processes/a server loses one', share=3)
 def server_loses_one(scene: Scene) -> str:
-  """Streams end with an error, both processes end in seconds; a new server gives the same answer."""
+  """Streams end with an error, both processes end within seconds, and a new server gives the same answer."""
   server = PairServer(scene)
   answer = server.complete()
   rank = scene.rng.choice((0, 1, 1))

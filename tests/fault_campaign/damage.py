@@ -1,4 +1,4 @@
-"""Damage of what a job has on disk, between two runs: bits, ends, whole files, in checkpoints and beside them."""
+"""Damage of a job's files between two runs: bits, truncations, whole files, in checkpoints and elsewhere."""
 
 from collections.abc import Callable
 import hashlib
@@ -36,7 +36,7 @@ def lengthen(path: Path, rng: random.Random) -> None:
 
 
 def zero_page(path: Path, rng: random.Random) -> None:
-  """A page that was never written, as after a power failure."""
+  """Zeroes a page, as if it was never written before a power failure."""
   data = bytearray(path.read_bytes())
   start = rng.randrange(len(data))
   end = min(len(data), start + 4096)
@@ -60,7 +60,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], object]] = {
 
 
 def begin(scene: Scene) -> int:
-  """A job that has been killed with two checkpoints on disk; returns the step of the newer one."""
+  """Prepares a killed job with two checkpoints; returns the step of the newer one."""
   saved = scene.rng.choice((10, 15, 20))
   scene.begun(saved, min(20, saved + scene.rng.randrange(SAVE_INTERVAL)))
   return saved
@@ -78,7 +78,7 @@ def changed(path: Path, damage: Callable[[], object]) -> bool:
 
 
 def go_on_without_the_newest(scene: Scene, step: int, *, is_damaged: bool = True) -> str:
-  """The restart sets the damaged newest checkpoint aside by its name, and goes on from the one before."""
+  """Checks that a restart sets the damaged newest checkpoint aside and resumes from the previous one."""
   seen = scene.steps()[-1]
   ended = scene.run()
   check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
@@ -131,7 +131,7 @@ def damage_directory(scene: Scene) -> str:
 
 @kind('damage/all checkpoints', share=2)
 def damage_all(scene: Scene) -> str:
-  """Nothing is whole: the job must refuse, now and again, and go on when one of them is repaired."""
+  """No checkpoint is intact: the job must refuse, twice, and resume once one is repaired."""
   step = begin(scene)
   restore = scene.backup(scene.checkpoints)
   for each in (step, step - SAVE_INTERVAL):
@@ -161,7 +161,7 @@ LINES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 @kind('damage/metrics of the job or of an eval', share=8)
 def damage_metrics(scene: Scene) -> str:
-  """Records are for people: damage must not block a restart, nor change what is trained."""
+  """Damaged records must neither block a restart nor change what is trained."""
   begin(scene)
   path = scene.job_log_dir / scene.rng.choice(('metrics.jsonl', 'eval/valid/metrics.jsonl'))
   lines = path.read_bytes().splitlines()
@@ -205,7 +205,7 @@ def damage_small_files(scene: Scene) -> str:
 
 @kind('damage/a checkpoint asked for by its step', share=2)
 def damage_step_asked_for(scene: Scene) -> str:
-  """`--mode eval --checkpoint_step N` of a damaged N never takes another step, and changes nothing."""
+  """`--mode eval --checkpoint_step N` with a damaged N never evaluates another step, and changes nothing."""
   step = begin(scene)
   path = scene.rng.choice(files_of(scene, step))
   name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'truncated', 'garbage'))
@@ -226,7 +226,7 @@ def damage_step_asked_for(scene: Scene) -> str:
 
 @kind('damage/a manifest leads out of its directory', share=2)
 def manifest_leads_out(scene: Scene) -> str:
-  """A manifest whose digest is right, as a stranger can make it: its files must lie in the checkpoint."""
+  """A manifest with a valid digest, which a stranger can write: its files must be in the checkpoint."""
   saved = 10
   scene.begun(saved, saved + 1)
   newest = scene.checkpoints / f'checkpoint_{saved:08d}'

@@ -1,4 +1,4 @@
-"""Decode and eval jobs that are killed, signalled or find damage, beside a training job or alone."""
+"""Decode and eval jobs are killed, signalled or find damage, alone or next to a training job."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ PROMPTS = [
 
 
 def begin(scene: Scene) -> list[object]:
-  """A trained job and a file of prompts; returns the flags that decode them."""
+  """Prepares a trained job and a file of prompts; returns the flags that decode them."""
   scene.job = 'Text'
   scene.begun(20, 20)
   prompts = scene.path / 'prompts.jsonl'
@@ -30,7 +30,7 @@ def begin(scene: Scene) -> list[object]:
 
 
 def outputs_of(path: Path) -> list[object]:
-  """What was decoded, without what depends on time."""
+  """Returns the outputs, without fields that depend on time."""
   check(path.is_file(), f'there is no {path.name}')
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   return [[line['index'], line['step'], line['outputs']] for line in lines]
@@ -44,7 +44,7 @@ def undisturbed(scene: Scene, flags: list[object]) -> list[object]:
 
 
 def go_on(scene: Scene, flags: list[object]) -> str:
-  """The same command again ends well, with the outputs of an undisturbed run."""
+  """Checks that the same command succeeds with the outputs of an undisturbed run."""
   path = scene.job_log_dir / 'decode' / 'prompts' / 'step_20.jsonl'
   partial = path.with_name(f'{path.name}.partial')
   num_done = partial.read_bytes().count(b'\n') if partial.exists() else 0
@@ -74,7 +74,7 @@ def killed(scene: Scene) -> str:
 
 @kind('decode/damage of its outputs', share=2)
 def damaged_outputs(scene: Scene) -> str:
-  """A cut last line is cut off and decoded again; anything else is refused by the file's name."""
+  """A truncated last line is decoded again; other damage is refused with the file's name."""
   flags = begin(scene)
   scene.run(*flags, points=[Point(call=APPEND, after=True, count=6, action='signal', value=signal.SIGKILL)])
   path = scene.job_log_dir / 'decode' / 'prompts' / 'step_20.jsonl.partial'
@@ -100,7 +100,7 @@ def damaged_outputs(scene: Scene) -> str:
 
 @kind('eval/beside a training job', share=2)
 def eval_beside(scene: Scene) -> str:
-  """An eval job that watches a training job, which is killed and goes on: both as undisturbed."""
+  """An eval job watches a training job that is killed and resumes: both must be as undisturbed."""
   train = scene.start()
   watch = scene.start(*scene.command('eval'), '--watch')
   wanted = scene.rng.randrange(1, 18)

@@ -1,4 +1,4 @@
-"""Directories that are not what they were: gone, emptied, of another type, with the user's own things in them."""
+"""Directories that were removed, emptied, replaced by something else, or hold the user's own files."""
 
 from collections.abc import Callable
 import os
@@ -24,7 +24,7 @@ def begin(scene: Scene) -> int:
 
 @kind('directory/no checkpoints where there were some', share=4)
 def checkpoints_gone(scene: Scene) -> str:
-  """An unmounted store: the metrics say that steps were trained, so that a start at step 0 must be refused."""
+  """As if the disk were not mounted: metrics exist, so a start at step 0 must be refused."""
   begin(scene)
   restore = scene.backup(scene.checkpoints)
   what = scene.rng.choice(('gone', 'emptied', 'all partial', 'all deleting', 'a dangling link', 'other names'))
@@ -136,7 +136,7 @@ def other_type_for_directory(scene: Scene) -> str:
 
 @kind("directory/the user's own things beside", share=4)
 def own_things(scene: Scene) -> str:
-  """What a job has not made it does not touch, whatever its name."""
+  """A job does not touch files of others, whatever their names."""
   saved = begin(scene)
   newest = f'checkpoints/checkpoint_{saved:08d}'
   suffixes = ('.partial-backup', '.partial.tar', '.deleting.me', '-backup', '.old')
@@ -161,7 +161,7 @@ def own_things(scene: Scene) -> str:
 
 @kind('directory/links', share=2)
 def links(scene: Scene) -> str:
-  """job_log_dir, checkpoints or one checkpoint on another disk, by a symbolic link."""
+  """job_log_dir, checkpoints or one checkpoint are links to another disk."""
   saved = begin(scene)
   place = scene.rng.choice(('.', 'checkpoints', f'checkpoints/checkpoint_{saved:08d}', 'eval', 'metrics.jsonl'))
   path = scene.job_log_dir / place
@@ -196,7 +196,7 @@ def second_job(scene: Scene) -> str:
 
 @kind('directory/gone while the job runs', share=2)
 def gone_while_running(scene: Scene) -> str:
-  """Somebody removes or renames the directory, or a checkpoint, under a running job."""
+  """The directory or a checkpoint of a running job is removed or renamed."""
   process = scene.start()
   wanted = scene.rng.randrange(1, 18)
   what = scene.rng.choice(('checkpoints', 'the newest checkpoint'))

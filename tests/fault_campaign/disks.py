@@ -1,4 +1,4 @@
-"""Disks that are full, or that answer with errors: at any operation, at any number of bytes left.
+"""Disks that are full or return errors, at any operation, with any number of free bytes or inodes.
 
 A full disk is a file system in memory, mounted for the scene; errors take the place of operations (injected.py).
 """
@@ -19,7 +19,7 @@ OPERATIONS = (*CHANGES, 'read')
 
 
 def mount(scene: Scene, options: str) -> None:
-  """Mounts a file system in memory as the scene's disk, with job_log_dir on it."""
+  """Mounts a tmpfs as the scene's disk, with job_log_dir on it."""
   scene.disk.mkdir()
   mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', scene.disk], capture_output=True, text=True)
   if mounted.returncode:
@@ -39,7 +39,7 @@ def check_reason(ended: Ended) -> None:
 
 
 def _fill(scene: Scene, options: str, action: str, lefts: Sequence[int], what: str) -> str:
-  """The disk is filled during the run, which ends well or with a sentence; then there is room again, and it goes on."""
+  """Fills the disk during the run, which must succeed or refuse; then frees it, and the run must resume."""
   operations = scene.reference.operations
   mount(scene, options)
   count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
@@ -65,7 +65,7 @@ def no_inodes(scene: Scene) -> str:
 
 @kind('disk/errors at some operation, or from there on', share=9)
 def errors(scene: Scene) -> str:
-  """EIO and its like, reads included: a job may go on, or say a sentence."""
+  """EIO and similar errors, also of reads: the job may continue or refuse."""
   lasting = scene.rng.random() < 0.4
   scene.choose_job(('Plain', 'Plain', 'Text'))
   code = scene.rng.choice((errno.EIO, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))

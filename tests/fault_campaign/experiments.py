@@ -1,4 +1,4 @@
-"""The jobs that faults befall: 20 steps with a checkpoint every 5 and an eval every 10, on each kind of input and mesh.
+"""Jobs for the faults: 20 steps with a checkpoint every 5 and an eval every 10, for each kind of input and mesh.
 
 A step takes at least `seconds_per_batch`, so that a signal meets the job between any two steps.
 """
@@ -72,7 +72,7 @@ class Pipelined(Plain, PipelinedLanguageModel):
 
 
 class Read(Plain):
-  """Text of `source`, from files below `data`."""
+  """Text from files below `data`."""
 
   data: str = ''
   read_timeout_s: float = 10.0
@@ -104,7 +104,7 @@ class Json(Read):
 
 
 class Mixed(Read):
-  """A mixture of JsonLines, of a few others, one in a row, and of made-up tokens."""
+  """A mixture of two JsonLines and synthetic tokens."""
 
   def train_input(self):
     sizes = {'batch_size': self.batch_size, 'seq_len': self.seq_len}
@@ -130,7 +130,7 @@ class Mixed(Read):
 
 
 class Rewarded(RewardTuning, Plain):
-  """Learns from a reward whose function fails now and then: two updates of each rollout, held to a reference."""
+  """Trains on a reward that sometimes fails: two updates per rollout, with a reference."""
 
   data = eval_data = str(Path(__file__).with_name('prompts.jsonl'))
   reward = 'tests.fault_campaign.reward_functions:raises'
@@ -144,26 +144,26 @@ class Rewarded(RewardTuning, Plain):
 
 
 class RewardedAhead(Rewarded):
-  """One step off the policy."""
+  """One step off-policy."""
 
   num_minibatches = 1
   staleness = 1
 
 
 class Pair(Plain):
-  """Two processes; the limits within which they must end are short."""
+  """Two processes with short timeouts."""
 
   ici_mesh_shape = (1, 2, 2)
   step_timeout_s = 20.0
 
 
 class PairText(Pair, Text):
-  """Two processes that read text, so that the model can be served."""
+  """Two processes on text, so that the model can be served."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowInput:
-  """Another input's batches, each after `seconds_per_batch`."""
+  """Delays another input's batches by `seconds_per_batch`."""
 
   input: Any
   seconds_per_batch: float = 0.0
@@ -188,7 +188,7 @@ class SlowInput:
 
 
 class SlowIterator:
-  """A position in a SlowInput."""
+  """The iterator of a SlowInput."""
 
   def __init__(self, iterator: Any, seconds_per_batch: float):
     self._iterator = iterator
@@ -212,13 +212,13 @@ SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'Mixed': 'jsonl'}
 
 
 def flags_of(job: str, mode: str) -> list[str]:
-  """The flags that start a job, without its directories."""
+  """Returns the flags that start a job, without its directories."""
   num_devices = NUM_DEVICES.get(job, 1) // (2 if job in PAIRS else 1)  # of each process
   return ['--exp', f'{__name__}.{job}', '--mode', mode, '--num_fake_devices', str(num_devices)]
 
 
 def write_data(job: str, directory: Path) -> None:
-  """Writes the files that a job reads: the same ones in every directory."""
+  """Writes the files that a job reads, with equal contents in every directory."""
   directory.mkdir()
   suffix = SUFFIXES[job]
   for number in range(4):

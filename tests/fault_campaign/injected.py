@@ -1,4 +1,4 @@
-"""Runs the binary, and lets one fault happen at a chosen point of its code.
+"""Runs the binary with one fault at a chosen point of its code.
 
     python injected.py PLAN.json --exp ... --mode train ...
 
@@ -28,7 +28,7 @@ NO_SUCH_POINT = 97  # the exit code where a plan names a function that is no mor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-  """Where and what.
+  """Where a fault happens, and what it is.
 
   Attributes:
     operations: of files: 'read', 'write' (opening for it), 'rename', ...; empty for a call.
@@ -55,7 +55,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What happens in one process.
+  """The faults of one process.
 
   Attributes:
     root: operations on other paths are not seen.
@@ -77,7 +77,7 @@ def read_plan(path: str) -> Plan:
 
 
 class Occurrences:
-  """Counts the occurrences of one point, and acts at the chosen one."""
+  """Counts the occurrences of a point, and acts at the chosen one."""
 
   def __init__(self, point: Point, root: str):
     self._point = point
@@ -119,7 +119,7 @@ _MOST_BYTES, _MOST_INODES = 1 << 26, 10_000  # of a disk that may be filled
 
 
 def fill_disk(mount_point: str, left: int, *, inodes: bool) -> None:
-  """Writes files until a small file system has only `left` bytes, whole blocks of which it gives away, or inodes."""
+  """Writes files until a small file system has only `left` bytes (rounded down to blocks) or inodes."""
   stats = os.statvfs(mount_point)
   if not os.path.ismount(mount_point) or stats.f_blocks * stats.f_frsize > _MOST_BYTES:
     raise RuntimeError(f'fault campaign: {mount_point} is no small file system of its own')
@@ -136,7 +136,7 @@ def fill_disk(mount_point: str, left: int, *, inodes: bool) -> None:
 
 
 def watch_operations(root: str, see: Callable[[str, str], None]) -> None:
-  """Calls `see(operation, path)` before every file operation below `root`; an error of `see` is the operation's."""
+  """Calls `see(operation, path)` before every file operation below `root`, which raises what `see` raises."""
   is_seeing = threading.local()
 
   def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -165,7 +165,7 @@ def watch_operations(root: str, see: Callable[[str, str], None]) -> None:
 
 
 def wrap(call: str, see: Callable[[], None], *, after: bool) -> None:
-  """Has `see` called before or after every call of a function. Exits where there is no such function."""
+  """Calls `see` before or after every call of a function. Exits if there is no such function."""
   module, _, name = call.partition(':')
   *owners, last = name.split('.')
   try:

@@ -1,4 +1,4 @@
-"""Inputs that change while they are read, that hold bad records, or whose readers hang or raise."""
+"""Inputs that change while they are read, have bad records, or whose readers hang or raise."""
 
 from collections.abc import Callable
 import errno
@@ -18,7 +18,7 @@ from tests.fault_campaign.scene import Ended, Scene
 
 
 def accept(scene: Scene, ended: Ended, repair: Callable[[], object] = lambda: None) -> str:
-  """A job never trains on other data: it goes on bit for bit, or stops with a sentence until the data are back."""
+  """A job never trains on changed data: it continues bit for bit, or refuses until the data are restored."""
   judge.compare_lines(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'), scene.reference.metrics, 'metrics.jsonl')
   return scene.accept(ended, repair)
 
@@ -93,7 +93,7 @@ RECORDS: dict[str, bytes] = {
 
 @kind('input/a bad record', share=4)
 def bad_record(scene: Scene) -> str:
-  """The error names the file (and, of JSON lines, the line); without the record the job goes on."""
+  """The error names the file (and the line of JSON lines); without the record the job continues."""
   scene.choose_job(('Text', 'Json', 'Json'))
   data = scene.write_data()
   restore = scene.backup(data)
@@ -143,7 +143,7 @@ def read_raises(scene: Scene) -> str:
 
 @kind('input/NaN or inf in data', share=4)
 def not_finite(scene: Scene) -> str:
-  """Broken batches put in before good ones: skipped without a trace, counted; too many in a row end the job."""
+  """Nonfinite batches before good ones are skipped and counted; too many in a row end the job."""
   scene.choose_job(('Plain', 'Padded', 'Experts', 'Pipelined'))
   values = ('nan', 'inf', '-inf', '1e38')
   spikes = {str(scene.rng.randrange(22)): scene.rng.choice(values) for _ in range(scene.rng.randrange(1, 6))}

@@ -1,4 +1,4 @@
-"""What counts as kept: bit-equality with an undisturbed run, a refusal in one sentence, nothing lost or left behind.
+"""Judges outcomes: bit-equality with an undisturbed run, refusals in one sentence, nothing lost or left behind.
 
     compare_with_reference(directory, reference)      # raises BrokenPromiseError with the first difference
 
@@ -36,12 +36,12 @@ CODES_AFTER = {
 
 
 class BrokenPromiseError(Exception):
-  """A promise was not kept; the message says which one, and how it shows."""
+  """A promise was broken; the message says which one, and the evidence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-  """What an undisturbed run gave.
+  """The results of an undisturbed run.
 
   Attributes:
     directory: its job_log_dir, with all checkpoints.
@@ -65,7 +65,7 @@ def check(condition: Any, sentence: str) -> None:
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:
-  """Every line of a metrics file with its step and the values that do not depend on time; none if there is no file."""
+  """Returns the steps of a metrics file with the values that do not depend on time; [] without a file."""
   if not path.is_file():
     return []
   lines = []
@@ -85,13 +85,13 @@ def last_of_steps(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def complete_steps(job_log_dir: Path) -> list[int]:
-  """The steps whose directories have the name of a complete checkpoint."""
+  """Returns the steps whose directories are named as complete checkpoints."""
   names = [path.name for path in (job_log_dir / 'checkpoints').glob('*') if path.is_dir()]
   return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
 
 
 def digest_of(job_log_dir: Path, step: int) -> str:
-  """Reads a checkpoint, verified, past the mesh; digests names, dtypes, shapes and bits, and the input's positions."""
+  """Verifies and reads a checkpoint without a mesh; digests names, dtypes, shapes, bits and input positions."""
   checkpoint = job_log_dir / 'checkpoints' / f'checkpoint_{step:08d}'
   leaves = json.loads((checkpoint / 'manifest.json').read_text())['body']['leaves']
   abstract: dict[str, Any] = {}
@@ -114,13 +114,13 @@ def digest_of(job_log_dir: Path, step: int) -> str:
 
 
 def sealed(body: Any) -> str:
-  """A manifest with this content, its own digest made anew, as anybody can make it."""
+  """Returns a manifest with this content and a valid digest, which anybody can compute."""
   digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
   return json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n'
 
 
 def compare_lines(lines: list[dict[str, Any]], expected: Mapping[int, Mapping[str, Any]], what: str) -> None:
-  """Of every line, also those of steps that were executed again."""
+  """Checks every line, also of repeated steps."""
   for line in lines:
     wanted = expected.get(line['step'])
     check(wanted is not None, f'{what} has a step {line["step"]}, which the undisturbed run has not')
@@ -132,7 +132,7 @@ def compare_lines(lines: list[dict[str, Any]], expected: Mapping[int, Mapping[st
 
 
 def compare_with_reference(job_log_dir: Path, reference: Reference, *, may_lack: Path | None = None) -> None:
-  """All steps are there, and every metric, every eval and the kept checkpoints are those of the undisturbed run.
+  """Checks that all steps, metrics, evals and kept checkpoints equal the undisturbed run.
 
   `may_lack` is a metrics file of which the fault took a line.
 
@@ -157,7 +157,7 @@ def compare_evals(job_log_dir: Path, reference: Reference) -> None:
 
 
 def check_digests(job_log_dir: Path, reference: Reference) -> None:
-  """Every complete checkpoint whose step the undisturbed run saved has its bits."""
+  """Checks that every complete checkpoint has the bits of the undisturbed run, if that saved the step."""
   for step in complete_steps(job_log_dir):
     if step in reference.digests:
       try:
@@ -168,7 +168,7 @@ def check_digests(job_log_dir: Path, reference: Reference) -> None:
 
 
 def check_nothing_is_left(job_log_dir: Path) -> None:
-  """No half-written file or checkpoint stays behind a job that has ended well."""
+  """Checks that a successful job has left no partial file or checkpoint."""
   left = [
     str(path.relative_to(job_log_dir))
     for path in sorted(job_log_dir.rglob('*'))
@@ -178,7 +178,7 @@ def check_nothing_is_left(job_log_dir: Path) -> None:
 
 
 def check_refusal(ended: Any, codes: tuple[int, ...] = REFUSED) -> None:
-  """The process ended with one of these codes, with a sentence of its own and without a traceback."""
+  """Checks that the process ended with one of these codes and one sentence, without a traceback."""
   check_no_traceback(ended.stderr)
   check(ended.returncode in codes, f'exit code {ended.returncode}, expected {codes}: {last_line(ended.stderr)}')
   check('spmd-tasks: ' in ended.stderr, f'exit code {ended.returncode} without a sentence: {last_line(ended.stderr)}')
@@ -194,13 +194,13 @@ def last_line(text: str, limit: int = 200) -> str:
 
 
 def sentence_of(ended: Any, limit: int = 160) -> str:
-  """What the binary said at its end."""
+  """Returns the last sentence of the binary."""
   said = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
   return (said[-1].removeprefix('spmd-tasks: ') if said else last_line(ended.stderr))[:limit]
 
 
 def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: float) -> Reference:
-  """Reads what an undisturbed run left; asserts that it is whole."""
+  """Reads the results of an undisturbed run; asserts that they are complete."""
   metrics = last_of_steps(metric_lines(directory / 'metrics.jsonl'))
   names = REWARD_EVALS if (directory / 'eval_rewards').exists() else EVALS
   evals = {name: last_of_steps(metric_lines(directory / path)) for name, path in names.items()}
@@ -220,6 +220,6 @@ def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: 
 
 
 def keep_steps(path: Path, steps: Container[int]) -> None:
-  """Leaves only these steps in a metrics file: an eval job evaluates every checkpoint that it sees."""
+  """Keeps only these steps of a metrics file, as an eval job evaluates every checkpoint that it sees."""
   lines = path.read_text().splitlines(keepends=True)
   path.write_text(''.join(line for line in lines if json.loads(line)['step'] in steps))

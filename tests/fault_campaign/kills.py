@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGINT: at random instants, at any file operation, and at chosen places of the code."""
+"""SIGKILL, SIGTERM and SIGINT at random instants, at any file operation, and at chosen places in the code."""
 
 import signal
 
@@ -34,14 +34,14 @@ PLACES = {
 
 
 def signal_at_place(scene: Scene, place: str, signum: int, *, count: int = 0, longest_delay_s: float = 0.02) -> Point:
-  """A signal at one of PLACES; in a function, it comes so many seconds after the call at the latest."""
+  """Returns a signal at one of PLACES; in a function, it comes at most so many seconds after the call."""
   call, when = PLACES[place]
   delay_s = scene.rng.uniform(0.0005, longest_delay_s) if when == 'in' else 0.0
   return Point(call=call, after=when == 'after', count=count, action='signal', value=signum, delay_s=delay_s)
 
 
 def killed(scene: Scene, ended: Ended) -> bool:
-  """Whether the kill came before the job's end; a job that was faster must be as undisturbed."""
+  """Returns whether the kill came before the job's end; otherwise the job must be as undisturbed."""
   if ended.returncode == -signal.SIGKILL:
     return True
   check(ended.returncode == exit_codes.OK, f'ended with {ended.returncode} before it was killed')
@@ -50,7 +50,7 @@ def killed(scene: Scene, ended: Ended) -> bool:
 
 
 def go_on(scene: Scene) -> str:
-  """The restart after a kill, and what it did."""
+  """Restarts after a kill; returns what happened."""
   seen = scene.steps()[-1:] or [0]
   scene.resume()
   return f'killed after step {seen[0]}; went on, bit for bit'
@@ -98,7 +98,7 @@ def kill_at_a_place(scene: Scene) -> str:
 
 
 def check_end(scene: Scene, ended: Ended, *signums: int) -> str:
-  """The job was done, or one of these signals ended it without a traceback, and the same command goes on from there."""
+  """Checks that the job finished, or ended by one of these signals without a traceback and then resumes."""
   codes = {code for signum in signums for code in judge.CODES_AFTER[signum]}
   judge.check_no_traceback(ended.stderr)
   check(ended.returncode in codes, f'exit code {ended.returncode}, expected {codes}: {judge.last_line(ended.stderr)}')
@@ -153,7 +153,7 @@ def several_signals(scene: Scene) -> str:
 
 @kind('signal/SIGTERM while a fresh process imports', share=1)
 def sigterm_in_imports(scene: Scene) -> str:
-  """A new interpreter, from the first instant of the package's code on."""
+  """Signals a new interpreter, from the package's first line on."""
   delay = scene.rng.uniform(0, 6)
   scene.where = f'{delay:.3f} s'
   process = scene.start(fresh=True)
@@ -178,7 +178,7 @@ def stop_and_continue(scene: Scene) -> str:
 
 @kind('signal/SIGHUP, SIGPIPE, SIGUSR1', share=1)
 def other_signals(scene: Scene) -> str:
-  """Signals that end a process or that it ignores: either way the same command goes on."""
+  """Signals that end a process or that it ignores; the same command then resumes."""
   signum = scene.rng.choice((signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGQUIT, signal.SIGABRT))
   scene.where = f'{signum.name}: '
   process = scene.start()

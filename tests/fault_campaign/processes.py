@@ -1,4 +1,4 @@
-"""Jobs of two processes: one of them is lost, stopped, raises or is damaged, or a stranger connects.
+"""Jobs of two processes: one is killed, stopped, raises or is damaged, or another program connects.
 
 Whatever happens, all are out in bounded time, nonzero, none by a signal of ours alone but the one that got it; and the
 same commands go on, bit for bit.
@@ -36,7 +36,7 @@ class Pair:
   """Two running processes of the scene's job."""
 
   def __init__(self, scene: Scene, *flags: object, points: Mapping[int, Sequence[Point]] = {}, mode: str = 'train'):
-    """`points`: rank -> what happens in that process."""
+    """`points` are the faults by rank."""
     self.scene = scene
     self.ranks: list[Started] = []
     for rank, own in enumerate(coordinator_flags(num_processes=2)):
@@ -46,7 +46,7 @@ class Pair:
       )
 
   def finish(self, limit_s: float = END_LIMIT_S) -> list[Ended]:
-    """Waits for both; the ends must lie within the limit of one another."""
+    """Waits for both, which must end within the limit of each other."""
     end = time.monotonic() + DEADLINE_S
     while all(rank.is_running() for rank in self.ranks) and time.monotonic() < end:
       time.sleep(0.01)
@@ -57,7 +57,7 @@ class Pair:
 
 
 def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
-  """The processes in `signalled` (rank -> signal) ended by it or in a good way; all others in a good way."""
+  """Checks that the processes in `signalled` (rank -> signal) ended by it or properly, and all others properly."""
   for rank, each in enumerate(ended):
     codes = (*GOOD_ENDS, *([-signalled[rank]] if rank in signalled else []))
     check(each.returncode in codes, f'process {rank} ended with {each.returncode}: {judge.last_line(each.stderr)}')
@@ -65,7 +65,7 @@ def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
 
 
 def go_on(scene: Scene, *flags: object, max_lost: int = SAVE_INTERVAL) -> None:
-  """The same two commands again, and the numbers of two undisturbed processes."""
+  """Checks that the same two commands give the numbers of two undisturbed processes."""
   before = scene.steps()
   ended = Pair(scene, *flags).finish(DEADLINE_S)
   codes = [each.returncode for each in ended]
@@ -79,7 +79,7 @@ def go_on(scene: Scene, *flags: object, max_lost: int = SAVE_INTERVAL) -> None:
 
 
 def finished(scene: Scene, ended: Sequence[Ended]) -> bool:
-  """Whether the job was faster than the fault."""
+  """Returns whether the job ended before the fault."""
   if any(each.returncode for each in ended):
     return False
   scene.check_as_undisturbed()
@@ -130,7 +130,7 @@ def _killed_by(scene: Scene, rank: int, point: Point) -> str:
 
 @kind('processes/one raises', share=3)
 def one_raises(scene: Scene) -> str:
-  """An exception, or an error of the disk, in one process: the other leaves with the reason."""
+  """One process raises, or gets a disk error: the other leaves with the reason."""
   scene.job = 'Pair'
   rank = scene.rng.randrange(2)
   if scene.rng.random() < 0.6:
@@ -155,7 +155,7 @@ def one_raises(scene: Scene) -> str:
 
 @kind('processes/one is stopped', share=2)
 def one_stopped(scene: Scene) -> str:
-  """SIGSTOP: the other finds out within the watchdog's limit and names it; a launcher then kills the stopped one."""
+  """SIGSTOP: the other process names the stopped one within the watchdog's limit; then the launcher kills it."""
   scene.job = 'Pair'
   rank, wanted = scene.rng.randrange(2), scene.rng.randrange(1, 16)
   scene.where = f'process {rank} after step {wanted}'
@@ -222,7 +222,7 @@ def damaged(scene: Scene) -> str:
 
 
 def attack(port: int, rng: random.Random, stop: threading.Event) -> None:
-  """Connects to a port again and again with garbage, half a message, or nothing at all; bounded in number."""
+  """Connects to a port repeatedly, and sends garbage, half a message, or nothing."""
   messages = (
     b'',
     b'GET / HTTP/1.1\r\n\r\n',
@@ -241,7 +241,7 @@ def attack(port: int, rng: random.Random, stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def attacked(find_ports: Callable[[], set[int]], rng: random.Random):
-  """Attacks each port that is found while the body runs."""
+  """Attacks every port that opens while the body runs."""
   stop, threads, known = threading.Event(), [], set()
 
   def look() -> None:
@@ -265,7 +265,7 @@ def attacked(find_ports: Callable[[], set[int]], rng: random.Random):
 
 
 def listening_ports(pid: int) -> set[int]:
-  """The loopback TCP ports on which a process listens."""
+  """Returns the loopback TCP ports on which a process listens."""
   inodes, ports = set(), set()
   with contextlib.suppress(OSError):
     for fd in os.listdir(f'/proc/{pid}/fd'):
@@ -282,7 +282,7 @@ def listening_ports(pid: int) -> set[int]:
 
 @kind("processes/strangers at the job's ports", share=2)
 def strangers(scene: Scene) -> str:
-  """Garbage on every port that the job listens on, the coordinator's among them: bit for bit, or a loud end."""
+  """Garbage on all ports of the job, the coordinator's included: the job continues bit for bit, or refuses."""
   scene.job = 'Pair'
   pair = Pair(scene)
   pids = [rank.pid for rank in pair.ranks]

@@ -1,4 +1,4 @@
-"""Reward functions that fail for some completions, always the same ones, each in its own way."""
+"""Reward functions that fail for a fixed set of completions in different ways."""
 
 import os
 import time
@@ -28,7 +28,7 @@ def dies(prompt, completion, record):
 
 
 def is_bad(prompt, completion):
-  """Of one completion in 64."""
+  """Returns whether to fail: for one completion in 64."""
   return zlib.crc32(f'{prompt} {completion}'.encode()) % 64 == 0
 
 

@@ -1,4 +1,4 @@
-"""Scene: where one fault happens. It starts jobs, waits for what they do, and holds the promises that all faults share.
+"""Scene: starts the jobs of one fault, waits for events, and checks the promises that all faults share.
 
     scene.job = 'Text'
     process = scene.start()
@@ -38,16 +38,16 @@ INJECTED = Path(__file__).with_name('injected.py')
 
 
 class HangError(Exception):
-  """A process did not end, or did not get where it should, within its deadline."""
+  """A process did not end, or did not reach an event, within its deadline."""
 
 
 class SkippedError(Exception):
-  """A fault that cannot be made on this machine; the message says why."""
+  """The fault cannot be injected on this machine; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-  """How a process ended: exit code, negative for a signal; its two streams; seconds; whether children were left."""
+  """How a process ended: exit code (negative for a signal), streams, seconds, and whether children remained."""
 
   returncode: int
   stdout: str
@@ -86,7 +86,7 @@ class Started:
         os.kill(self.pid, signum)
 
   def finish(self, limit_s: float) -> Ended:
-    """Waits for the end; raises HangError, with the process killed, after the limit."""
+    """Waits for the end; after the limit, kills the process and raises a HangError."""
     try:
       self.process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -145,25 +145,25 @@ class Scene:
     return self._campaign.reference(self.job)
 
   def choose_job(self, jobs: Sequence[str]) -> None:
-    """Draws the job. A campaign of only plain jobs draws too, so that all other random numbers stay the same."""
+    """Draws the job; also in a campaign of only plain jobs, so that other random numbers are equal."""
     drawn = self.rng.choice(jobs)
     self.job = 'Plain' if self._only_plain and 'Plain' in jobs else drawn
 
   # Processes.
 
   def start(self, *flags: object, points: Sequence[Point] = (), name: str | None = None, **start: Any) -> Started:
-    """Starts the scene's job; `points` happen in it. `start` goes to binary.start_process."""
+    """Starts the scene's job with the faults `points`; `start` is passed to binary.start_process."""
     own = list(flags) or self.command()
     if not any(str(flag) == '--job_log_dir' for flag in own):
       own += ['--job_log_dir', self.job_log_dir]
     return self.start_injected([*own, *self.data_flags(), *self.flags], points, name=name, **start)
 
   def command(self, mode: str = 'train') -> list[str]:
-    """The flags that start the scene's job, without its directories."""
+    """Returns the flags that start the scene's job, without its directories."""
     return experiments.flags_of(self.job, mode)
 
   def free_name(self, name: str) -> str:
-    """A name for a process that none of the scene has yet."""
+    """Returns a new name for a process of the scene."""
     number = sum(1 for path in self.path.glob(f'{name}*.plan.json'))
     return f'{name}_{number}' if number else name
 
@@ -188,7 +188,7 @@ class Scene:
     return self._started[-1]
 
   def finish(self, process: Started, limit_s: float = DEADLINE_S) -> Ended:
-    """Waits for the process's end; everything that it started must end soon after it."""
+    """Waits for the process's end; all its children must end soon after."""
     ended = process.finish(limit_s)
     self.codes.append(ended.returncode)
     end = time.monotonic() + _ORPHAN_GRACE_S
@@ -215,7 +215,7 @@ class Scene:
     return True
 
   def send_after(self, process: Started, signum: int, delay_s: float) -> None:
-    """Sends a signal so many seconds after the binary's code began; not if the process has ended."""
+    """Sends a signal so many seconds after the binary's first line, unless the process has ended."""
     self.wait_until(process, process.entered.exists)
     self.pause(process, delay_s)
     process.send(signum)
@@ -225,7 +225,7 @@ class Scene:
     process.send(signum)
 
   def wait_for_random_instant(self, process: Started) -> None:
-    """Returns at some time from the start of the binary's code to its end: by the clock, or soon after some step."""
+    """Waits for a random instant between the binary's first line and its end, or soon after a random step."""
     delay, jitter = self.rng.uniform(0, 1.05 * self.reference.seconds), self.rng.uniform(0, 0.05)
     step, by_clock = self.rng.randrange(1, NUM_STEPS + 1), self.rng.random() < 0.5
     num_before = self.num_steps()
@@ -236,7 +236,7 @@ class Scene:
     self.pause(process, delay if by_clock else jitter)
 
   def pause(self, process: Started, seconds: float) -> None:
-    """Waits, at most to the process's end."""
+    """Waits so many seconds, at most until the process ends."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.is_running():
       time.sleep(0.002)
@@ -244,16 +244,16 @@ class Scene:
   # What a job left, and what it must leave.
 
   def steps(self) -> list[int]:
-    """The steps of metrics.jsonl, in the order of its lines."""
+    """Returns the steps of metrics.jsonl in the order of its lines."""
     return [line['step'] for line in judge.metric_lines(self.job_log_dir / 'metrics.jsonl')]
 
   def num_steps(self) -> int:
-    """How many lines metrics.jsonl has: cheaper than `steps`, for those who wait."""
+    """Returns the number of lines of metrics.jsonl, which is cheaper than `steps`."""
     path = self.job_log_dir / 'metrics.jsonl'
     return path.read_bytes().count(b'\n') if path.is_file() else 0
 
   def resume(self, *, max_lost: int = SAVE_INTERVAL, check_left: bool = True) -> Ended:
-    """The same command again must end well, bit for bit as the undisturbed run, with at most `max_lost` steps again."""
+    """Checks that the same command ends bit for bit as the undisturbed run, repeating at most `max_lost` steps."""
     before = self.steps()
     ended = self.run()
     check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
@@ -279,7 +279,7 @@ class Scene:
   def accept(
     self, ended: Ended, repair: Callable[[], Any] = lambda: None, *, codes: tuple[int, ...] = judge.REFUSED
   ) -> str:
-    """Either the job has gone on and is as undisturbed, or it refuses with one of `codes` and, repaired, goes on.
+    """Checks that the job is as undisturbed, or refuses with one of `codes` and resumes once it is repaired.
 
     Returns:
       A sentence that says which.
@@ -294,7 +294,7 @@ class Scene:
     return f'refused with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
 
   def begun(self, last_saved: int, last_seen: int) -> None:
-    """Makes job_log_dir what a job leaves that was killed after `last_seen`, its newest checkpoint at `last_saved`."""
+    """Prepares job_log_dir as of a job killed after `last_seen`, with its newest checkpoint at `last_saved`."""
     assert last_saved % SAVE_INTERVAL == 0
     assert last_saved <= last_seen <= NUM_STEPS
     shutil.copytree(self.reference.directory, self.job_log_dir)
@@ -319,7 +319,7 @@ class Scene:
     return directory
 
   def backup(self, path: Path) -> Callable[[], None]:
-    """Copies a directory; returns a function that puts the copy in the place of whatever is there then."""
+    """Copies a directory; returns a function that restores the copy."""
     copy = self.path / f'backup_of_{path.name}'
     shutil.copytree(path, copy)
 
@@ -335,22 +335,22 @@ class Scene:
     return ['--set', f'data={self.write_data()}'] if self.job in experiments.SUFFIXES else []
 
   def campaign_server(self, make: Callable[['Scene'], Any]) -> contextlib.AbstractContextManager[Any]:
-    """The server that faults of clients share, made by `make` in a scene of its own."""
+    """Yields the server that faults of clients share, created by `make` in another scene."""
     return self._campaign.server(make)
 
   def at_end(self, action: Callable[..., Any], *arguments: Any) -> None:
-    """Calls `action` when the scene is closed, last one first."""
+    """Calls `action` when the scene is closed, in reverse order."""
     self._closers.callback(action, *arguments)
 
   def close(self) -> None:
-    """Ends what still runs."""
+    """Ends all running processes."""
     for process in self._started:
       process.kill_session()
     self._closers.close()
 
 
 def child_environment() -> Mapping[str, str]:
-  """The environment of all processes: one thread for numpy."""
+  """Returns the environment of all processes, with one thread for numpy."""
   left_out = ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')
   own = {name: value for name, value in os.environ.items() if name not in left_out}
   return own | {
@@ -361,5 +361,5 @@ def child_environment() -> Mapping[str, str]:
 
 
 def matching(operations: Sequence[tuple[str, str]], kinds: Sequence[str], pattern: str) -> int:
-  """How many of the recorded operations a Point with these settings sees."""
+  """Returns how many of the recorded operations match a Point with these settings."""
   return sum(kind in kinds and bool(re.search(pattern, path)) for kind, path in operations)

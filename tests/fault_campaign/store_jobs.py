@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in one process: for each line of stdin, [flags, file for stderr], prints the exit code.
+"""Runs jobs in one process: for each line of stdin, [flags, file for stderr], prints the exit code.
 
 Most of a short job's time is the start of its process and its compilation, which these jobs share.
 """
@@ -21,7 +21,7 @@ job_lock.HEARTBEAT_PERIOD_S, job_lock.HEARTBEAT_TIMEOUT_S = DEAD_AFTER_S / 8, DE
 
 
 class Plain(experiments.Plain):
-  """The job as fast as it goes, of few arrays."""
+  """A fast job with few arrays."""
 
   seconds_per_batch = 0.0
 

@@ -1,4 +1,4 @@
-"""A proxy in front of an emulated object store: sees every request of a job, and lets faults happen to it.
+"""A proxy in front of an emulated object store, which injects faults into the requests of a job.
 
     with StoreProxy(emulator.url) as proxy:
       proxy.fault = lambda number, request: Fault(status=503) if number == 7 else None
@@ -19,7 +19,7 @@ _OWN_HEADERS = {'connection', 'transfer-encoding', 'content-length', 'keep-alive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-  """What happens to one request.
+  """The fault of one request.
 
   Attributes:
     status: this answer in place of the store's, which is not asked; 0 leaves the connection without any.
@@ -40,7 +40,7 @@ class Fault:
 
 
 class StoreProxy:
-  """Stands between jobs and the store at `target`.
+  """Forwards requests of jobs to the store at `target`, with faults.
 
   Attributes:
     fault: called with the number of a request, from 0, and its method and path.
@@ -57,7 +57,7 @@ class StoreProxy:
     self.begin()
 
   def begin(self, fault: Callable[[int, str], Fault | None] = lambda number, request: None) -> None:
-    """Counts requests from 0 again, each of which meets what `fault` returns."""
+    """Counts requests from 0 again; `fault` returns the fault of each request."""
     with self.lock:
       self.fault, self.requests, self.num_faults = fault, list[str](), 0
 
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def is_listing(request: str) -> bool:
-  """Whether a request, method and path, asks for names: of Google's API, or of S3's."""
+  """Returns whether a request (method and path) lists names, in Google's API or S3's."""
   method, _, path = request.partition(' ')
   place, _, query = path.partition('?')
   return method == 'GET' and (place.endswith('/o') or 'list-type=2' in query)

@@ -1,4 +1,4 @@
-"""Faults of an object store, and what happens to a job whose directory is in one: gs:// and s3://, emulated.
+"""Faults of object stores (emulated gs:// and s3://) with a job's directory in them.
 
 All requests go through a proxy (store_proxy.py). The judge reads what the store holds, copied to a disk as it is: a
 checkpoint without a manifest is none. Jobs that are not killed run in one process, one after the other.
@@ -34,7 +34,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Emulators:
-  """Both stores, a proxy in front of each, and the process that runs jobs; for all faults of this process."""
+  """Both stores with their proxies, and the process that runs jobs, shared by all faults of this process."""
 
   def __init__(self) -> None:
     from moto.server import ThreadedMotoServer
@@ -61,7 +61,7 @@ class Emulators:
       self._s3.create_bucket('bucket', 'us-east-1')
 
   def objects(self, scheme: str, prefix: str) -> dict[str, bytes]:
-    """The objects below a prefix, by their names there."""
+    """Returns the objects below a prefix, by their relative names."""
     if scheme == 'gs':
       found = {name: data for name, (_, data, _) in dict(self.gcs.buckets['bucket']).items()}
     else:
@@ -74,7 +74,7 @@ class Emulators:
         self.gcs.buckets['bucket'].pop(prefix + name, None)
 
   def reference(self, directory: Path) -> Reference:
-    """The same job on a disk, undisturbed; run by the first fault."""
+    """Returns the undisturbed run of the same job on a disk, which runs on first use."""
     if self._reference is None:
       flags = ['--job_log_dir', str(directory / 'job'), '--set', 'checkpoint_max_to_keep=100']
       directory.mkdir()
@@ -83,7 +83,7 @@ class Emulators:
     return self._reference
 
   def run_job(self, flags: list[str], stderr: Path, limit_s: float) -> int:
-    """Runs a job in the process of jobs, which is started anew after a hang."""
+    """Runs a job in the process of jobs, which is restarted after a hang."""
     if self._jobs is None or self._jobs.poll() is not None:
       environment = {**child_environment(), **self.environment}
       command = [sys.executable, '-m', 'tests.fault_campaign.store_jobs']
@@ -111,7 +111,7 @@ NUM_REQUESTS = {'gs': 400, 's3': 300}
 
 
 class StoreJob:
-  """The job of a scene, below a directory of its own in one of the stores."""
+  """The job of a scene, in its own directory of one of the stores."""
 
   def __init__(self, scene: Scene):
     self.scene, self.stores = scene, emulators()
@@ -128,7 +128,7 @@ class StoreJob:
     self.reference = self.stores.reference(scene.path.parent / 'stores')
 
   def start(self) -> Started:
-    """Starts the job in a process of its own."""
+    """Starts the job in a new process."""
     return self.scene.start_injected(self.flags, env=self.stores.environment)
 
   def start_with_signal(
@@ -139,7 +139,7 @@ class StoreJob:
     is_done: bool = False,
     others: Callable[[int, str], Fault | None] = lambda number, request: None,
   ) -> Started:
-    """Starts the job; at request `count` it gets a signal, before the store is asked or when it has done it."""
+    """Starts the job, and sends a signal at request `count`, before or after the store has handled it."""
     started: list[Started] = []
     act = lambda: os.kill(started[0].pid, signum)
     fault = Fault(after=act) if is_done else Fault(before=act)
@@ -156,7 +156,7 @@ class StoreJob:
     return Ended(returncode=code, stdout='', stderr=stderr.read_text(), seconds=time.monotonic() - began)
 
   def read(self) -> None:
-    """Copies what the store holds to the scene's job_log_dir; checks every checkpoint that is visible."""
+    """Copies the store's objects to the scene's job_log_dir; checks every visible checkpoint."""
     shutil.rmtree(self.scene.job_log_dir, ignore_errors=True)
     objects = self.objects()
     whole = {name.rpartition('/')[0] for name in objects if name.endswith('/manifest.json')}
@@ -174,7 +174,7 @@ class StoreJob:
     return self.stores.objects(self.scheme, self._prefix)
 
   def check_as_undisturbed(self) -> None:
-    """The job has ended well: its numbers are the undisturbed ones, nothing is left over, its claim is released."""
+    """Checks that the job has succeeded with the undisturbed numbers, without leftovers, and released its lock."""
     self.read()
     judge.compare_with_reference(self.scene.job_log_dir, self.reference)
     objects = self.objects()
@@ -193,13 +193,13 @@ class StoreJob:
     return sorted(name for name in self.objects() if name.startswith('job.lock.'))
 
   def finish(self, ended: Ended) -> None:
-    """The job must have ended well."""
+    """Checks that the job has succeeded."""
     check(ended.returncode == exit_codes.OK, f'ended with {ended.returncode}: {judge.sentence_of(ended)}')
     judge.check_no_traceback(ended.stderr)
     self.check_as_undisturbed()
 
   def resume(self) -> None:
-    """The same command again, on an undisturbed store, ends well, and does no more than an interval again."""
+    """Checks that the same command succeeds on an undisturbed store, repeating at most one interval."""
     self.proxy.begin()
     self.read()
     before, checkpoints = self.scene.steps(), judge.complete_steps(self.scene.job_log_dir)
@@ -211,7 +211,7 @@ class StoreJob:
     check(again == list(range(newest + 1, NUM_STEPS + 1)), f'from checkpoint {newest}, the steps {again} were run')
 
   def endure(self, fault: Callable[[int, str], Fault | None]) -> str:
-    """Every request meets `fault`: the job ends as undisturbed, or with one sentence, and goes on when all is well."""
+    """With `fault` on every request, the job succeeds, or refuses and resumes without faults."""
     self.proxy.begin(fault)
     ended, met = self.run(), f'{self.proxy.num_faults} requests met it'
     if ended.returncode == exit_codes.OK:
@@ -222,7 +222,7 @@ class StoreJob:
     return f'{met}; ended with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
 
   def chosen(self, fault: Fault, count: int) -> Callable[[int, str], Fault | None]:
-    """`fault` at so many requests of a job."""
+    """Injects `fault` at so many requests of a job."""
     numbers = set(self.scene.rng.sample(range(NUM_REQUESTS[self.scheme]), count))
     self.scene.where += f'{count} requests'
     return lambda number, request: fault if number in numbers else None
@@ -268,7 +268,7 @@ def slow(scene: Scene) -> str:
 
 @kind('store/listings in small pages', share=2)
 def small_pages(scene: Scene) -> str:
-  """And the connection is cut in the middle of some."""
+  """Some connections are also cut in the middle of a response."""
   job, page = StoreJob(scene), scene.rng.choice((2, 3))
   cut = set(scene.rng.sample(range(NUM_REQUESTS[job.scheme]), scene.rng.choice((0, 20))))
   scene.where += f'of {page}; {len(cut)} requests are cut, if they are listings'
@@ -281,7 +281,7 @@ def small_pages(scene: Scene) -> str:
 
 @kind('store/a bad network', share=4)
 def bad_network(scene: Scene) -> str:
-  """Each request has a fault of any kind with a small probability."""
+  """Each request has a random fault with a small probability."""
   job, rng, share = StoreJob(scene), scene.rng, scene.rng.uniform(0.005, 0.02)
   scene.where += f'{share:.2%} of the requests'
   faults = (Fault(status=503), Fault(status=429), Fault(status=0), Fault(keep=0.0), Fault(keep=0.5), Fault(slow_s=0.5))
@@ -290,7 +290,7 @@ def bad_network(scene: Scene) -> str:
 
 @kind('store/no answer from some request on', share=1)
 def outage(scene: Scene) -> str:
-  """For some seconds, every request fails."""
+  """Every request fails for some seconds."""
   job, seconds = StoreJob(scene), scene.rng.uniform(0.5, 4)
   first, began = scene.rng.randrange(NUM_REQUESTS[job.scheme]), list[float]()
   status = scene.rng.choice((0, 503))
@@ -327,7 +327,7 @@ def bad_network_and_kill(scene: Scene) -> str:
 
 @kind('store/two jobs at once', share=3)
 def two_jobs(scene: Scene) -> str:
-  """At the same moment, or one while the other runs: one has the directory, the other says so."""
+  """Two jobs start at once, or one while the other runs: one gets the lock, the other refuses."""
   job = StoreJob(scene)
   later = scene.rng.choice((0.0, 0.0, 0.0, scene.rng.uniform(0, 4)))
   slow_s = scene.rng.choice((0.0, 0.3))
@@ -350,7 +350,7 @@ def two_jobs(scene: Scene) -> str:
 
 @kind('store/a holder that was stopped', share=2)
 def stopped_holder(scene: Scene) -> str:
-  """Another job takes it for dead and takes over; the first one, which goes on then, publishes nothing."""
+  """Another job takes over after a missing heartbeat; the first one, when continued, publishes nothing."""
   job = StoreJob(scene)
   count = scene.rng.randrange(NUM_REQUESTS[job.scheme])
   later = scene.rng.uniform(0, 1.5)

@@ -1,4 +1,4 @@
-"""Jobs that learn from rewards, of which some calls always fail: killed, signalled, or without a process of rewards."""
+"""Jobs that train on rewards, some of which always fail, are killed, signalled, or lose a reward process."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def signal_at_a_random_instant(scene: Scene) -> str:
 
 @kind('rewards/a function gives NaN, hangs or dies', share=2)
 def function_fails(scene: Scene) -> str:
-  """Whatever it does, it costs the same completions as raising does in the undisturbed run."""
+  """However a function fails, it costs the same completions as raising in the undisturbed run."""
   scene.choose_job(JOBS)
   failure = scene.rng.choice(('gives_nan', 'hangs', 'dies'))
   scene.where = failure
@@ -45,7 +45,7 @@ def function_fails(scene: Scene) -> str:
 
 @kind('rewards/a process of the rewards is killed', share=1)
 def worker_is_killed(scene: Scene) -> str:
-  """Its call is made once more."""
+  """The call of the killed process is repeated."""
   scene.choose_job(JOBS)
   process, num_killed = scene.start(), 0
   for _ in range(scene.rng.randrange(1, 4)):
@@ -63,7 +63,7 @@ def worker_is_killed(scene: Scene) -> str:
 
 
 def workers_of(process: Started) -> list[int]:
-  """The processes that call reward functions, without the one that tracks resources."""
+  """Returns the processes that call reward functions, without the resource tracker."""
   try:
     children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
     return [int(pid) for pid in children if b'spawn_main' in Path(f'/proc/{pid}/cmdline').read_bytes()]
