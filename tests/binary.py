@@ -40,7 +40,7 @@ def start_process(argv: Sequence[object], *, fresh: bool = False, **popen) -> su
 
   A forked process is no child of this one: os.waitpid does not know it.
   """
-  argv = [str(each) for each in argv]
+  argv = [str(word) for word in argv]
   if fresh or not forked.is_running():
     return subprocess.Popen([sys.executable, *argv], **popen)
   return forked.ForkedPopen(argv, **popen)

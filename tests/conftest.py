@@ -124,17 +124,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out cases marked exhaustive, unless --all is given. Groups come first, then files with more slow tests."""
-  kept = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
-  if len(kept) < len(items):
+  selected = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
+  if len(selected) < len(items):
     config.hook.pytest_deselected(items=[item for item in items if 'exhaustive' in item.keywords])
-  num_slow = collections.Counter(item.path for item in kept if 'slow' in item.keywords)
+  num_slow = collections.Counter(item.path for item in selected if 'slow' in item.keywords)
 
   def place(item: pytest.Item) -> tuple:
     scope = _scope(item.nodeid)  # of a group, directories stay together, with what their conftest.py makes
     group = (0, scope, str(item.path.parent)) if scope in _TOGETHER else (1,)
     return *group, -num_slow[item.path]
 
-  items[:] = sorted(kept, key=place)
+  items[:] = sorted(selected, key=place)
 
 
 # Files of long cases that share little. Their cases go to whichever worker is free.

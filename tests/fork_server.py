@@ -149,8 +149,8 @@ class Server:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.close(self._write_end)
     os.close(self._wakeup)
-    for each in (connection, self._listener, *self._connections.values()):
-      each.close()
+    for open_socket in (connection, self._listener, *self._connections.values()):
+      open_socket.close()
 
   def _end(self, pid: int, status: int) -> None:
     with self._connections.pop(pid) as connection, contextlib.suppress(OSError):

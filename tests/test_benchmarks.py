@@ -39,9 +39,9 @@ def check_adapters(result):
 
 def check_low_rank(result):
   full, low_rank = (result['kinds'][name] for name in ('all weights', 'rank 16'))
-  for each in (full, low_rank):  # but for norms, which are held in float32, and counts
-    assert sum(each['parts'].get(part, 0) for part in ('weights', 'optimizer')) == pytest.approx(
-      each['state_bytes_by_arithmetic'], rel=0.02
+  for figures in (full, low_rank):  # but for norms, which are held in float32, and counts
+    assert sum(figures['parts'].get(part, 0) for part in ('weights', 'optimizer')) == pytest.approx(
+      figures['state_bytes_by_arithmetic'], rel=0.02
     )
   assert result['ratio'] < 0.8
 
@@ -100,7 +100,7 @@ def names_in(path):
   """Returns the names that a module binds: definitions, assignments and imports, including lazy ones."""
   nodes = [*ast.walk(ast.parse(path.read_text()))]
   bound = {getattr(node, 'name', None) or getattr(node, 'id', None) for node in nodes}
-  return bound | {each.asname for each in nodes if isinstance(each, ast.alias)}
+  return bound | {alias.asname for alias in nodes if isinstance(alias, ast.alias)}
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'scripts').glob('*.py')), ids=lambda path: path.name)
@@ -110,7 +110,7 @@ def test_the_imports_of_a_script_exist(path):
     if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('spmd_tasks'):
       place = ROOT / node.module.replace('.', '/')
       file = place / '__init__.py' if place.is_dir() else place.with_suffix('.py')
-      missing = {each.name for each in node.names} - names_in(file) - {each.stem for each in place.glob('*')}
+      missing = {alias.name for alias in node.names} - names_in(file) - {path.stem for path in place.glob('*')}
       assert not missing, f'{node.module} has no {missing}'
 
 

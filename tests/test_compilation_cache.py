@@ -51,9 +51,9 @@ def test_a_read_only_directory_is_not_used(tmp_path, monkeypatch):
 
 def is_used(job_log_dir):
   """Returns whether programs are read from the directory named by this user's key, or not at all."""
-  found = programs_directory(epath.Path(job_log_dir))
-  assert found is None or found == epath.Path(job_log_dir) / 'compiled' / secret_name('compiled', job_log_dir)
-  return found is not None
+  directory = programs_directory(epath.Path(job_log_dir))
+  assert directory is None or directory == epath.Path(job_log_dir) / 'compiled' / secret_name('compiled', job_log_dir)
+  return directory is not None
 
 
 def test_programs_in_an_unsigned_directory_are_not_used(tmp_path, caplog):
@@ -77,10 +77,10 @@ def test_a_resumed_directory_is_signed_but_its_old_programs_are_not_used(tmp_pat
   first, second = (epath.Path(tmp_path / name) for name in ('first', 'second'))
   first.mkdir()
   job_directory.write_config(first, json.dumps({'experiment': 'a.B', 'overrides': {}, 'config': {}}))
-  kept = programs_directory(first)
-  assert kept is not None
-  (kept / 'jit_train_step-1-cache').parent.mkdir(parents=True)
-  (kept / 'jit_train_step-1-cache').write_bytes(b'a program')
+  directory = programs_directory(first)
+  assert directory is not None
+  (directory / 'jit_train_step-1-cache').parent.mkdir(parents=True)
+  (directory / 'jit_train_step-1-cache').write_bytes(b'a program')
   shutil.copytree(first, second)
   job_directory.write_config(second, (second / 'config.json').read_text())
   assert is_used(second)
@@ -121,10 +121,10 @@ def test_a_job_caches_its_programs_in_the_given_directory(tmp_path):
 def test_a_cache_in_a_store_is_downloaded_and_new_programs_are_uploaded(store, tmp_path, monkeypatch):
   failures, create = [OSError('slow down')], store_files.stores.create
 
-  def fail_once(*given):
+  def fail_once(*args):
     if failures:
       raise failures.pop()
-    return create(*given)
+    return create(*args)
 
   monkeypatch.setattr(store_files.stores, 'create', fail_once)
   monkeypatch.setattr(store_files, '_MIRROR_PERIOD_S', 0.05)

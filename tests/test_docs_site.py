@@ -33,9 +33,9 @@ def test_every_public_name_has_an_api_entry(public, package):
   assert entries[0] == public.name
   assert [entry.rpartition('.')[2] for entry in entries[1:]] == list(public.names)
   for entry in entries[1:]:
-    found = package[entry.removeprefix('spmd_tasks.')]
-    if found.is_alias:
-      found = found.final_target  # raises where the name leads nowhere
+    entry_object = package[entry.removeprefix('spmd_tasks.')]
+    if entry_object.is_alias:
+      entry_object = entry_object.final_target  # raises where the name leads nowhere
 
 
 @pytest.mark.parametrize('public', PUBLIC, ids=lambda public: public.name)
@@ -63,9 +63,9 @@ def test_public_classes_and_functions_have_docstrings(package):
   bare = []
   for public in PUBLIC:
     for name in public.names:
-      found = package[docs_site.identifier(public.name, name).removeprefix('spmd_tasks.')]
-      found = found.final_target if found.is_alias else found
-      if (found.is_class or found.is_function) and found.docstring is None:
+      entry_object = package[docs_site.identifier(public.name, name).removeprefix('spmd_tasks.')]
+      entry_object = entry_object.final_target if entry_object.is_alias else entry_object
+      if (entry_object.is_class or entry_object.is_function) and entry_object.docstring is None:
         bare.append(f'{public.name}.{name}')
   assert bare == []
 

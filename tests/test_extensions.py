@@ -35,11 +35,11 @@ def installed(monkeypatch):
 def test_a_broken_extension_is_reported_and_disables_no_other(value, reason, installed, capsys):
   installed(bad=value, good=f'{__name__}:GOOD')
   assert extensions.extensions() == (GOOD,)
-  assert [each.name for each in extensions.formats()] == ['g']
-  said = capsys.readouterr().err
-  assert said.count('\n') == 1
-  assert said.startswith(f'spmd-tasks: extension bad ({value}) cannot be loaded: ')
-  assert reason in said
+  assert [fmt.name for fmt in extensions.formats()] == ['g']
+  message = capsys.readouterr().err
+  assert message.count('\n') == 1
+  assert message.startswith(f'spmd-tasks: extension bad ({value}) cannot be loaded: ')
+  assert reason in message
 
 
 def test_each_extension_may_change_a_job_or_refuse_it(monkeypatch):

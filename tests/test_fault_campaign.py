@@ -21,8 +21,8 @@ LONG = ('rewards/kill', 'store/kill')
 def numbers_of(prefixes: tuple[str, ...], count: int) -> list[int]:
   """The first faults of these kinds."""
   names = ((number, kind_of(SEED, number).name) for number in range(10_000))
-  found = (number for number, name in names if name.startswith(prefixes) and not name.startswith(LEFT_OUT))
-  return [number for number, _ in zip(found, range(count))]
+  numbers = (number for number, name in names if name.startswith(prefixes) and not name.startswith(LEFT_OUT))
+  return [number for number, _ in zip(numbers, range(count))]
 
 
 @pytest.fixture(scope='module')
@@ -38,7 +38,7 @@ def campaign(tmp_path_factory):
     *numbers_of(CHEAP, 1),
     # By default tests/multi_process/test_store_processes.py kills a job in a bucket, and tests/tuning/test_rewards.py
     # resumes one in the middle of a rollout.
-    *(pytest.param(each, marks=pytest.mark.exhaustive) for kind in LONG for each in numbers_of((kind,), 1)),
+    *(pytest.param(number, marks=pytest.mark.exhaustive) for kind in LONG for number in numbers_of((kind,), 1)),
   ],
 )
 def test_the_promise_is_held(campaign, number):
@@ -126,7 +126,7 @@ def test_a_fault_is_a_function_of_seed_and_number_and_a_round_has_every_kind():
 @pytest.mark.parametrize('place', PLACES)
 def test_the_places_of_the_code_are_there(place):
   module, _, name = PLACES[place][0].partition(':')
-  found = importlib.import_module(module)
+  target = importlib.import_module(module)
   for part in name.split('.'):
-    found = getattr(found, part)
-  assert callable(found)
+    target = getattr(target, part)
+  assert callable(target)

@@ -72,22 +72,22 @@ MISTAKES = [
 def test_a_mistake_gets_a_hint(command, hint, capsys):
   with pytest.raises(SystemExit) as left:
     main.run(command.split())
-  said = capsys.readouterr().err
+  message = capsys.readouterr().err
   assert left.value.code == exit_codes.USAGE
-  assert hint in said
-  assert said.count('\n') == 1
+  assert hint in message
+  assert message.count('\n') == 1
 
 
 def test_each_of_several_mistakes_gets_a_hint(capsys):
   with pytest.raises(SystemExit):
     main.run(['-exp', 'lm.StdlibTiny', '--workdir', 'runs/x', '--epochs', '3'])
-  said = capsys.readouterr().err
+  message = capsys.readouterr().err
   for hint in (
     'Write --exp lm.StdlibTiny.',
     'Write --job_log_dir DIR.',
     'steps, not epochs. Write --num_train_steps N.',
   ):
-    assert hint in said
+    assert hint in message
 
 
 def test_hints_for_flags_of_other_programs_name_flags_that_exist():

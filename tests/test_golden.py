@@ -86,14 +86,14 @@ REPEATED = set() if IS_UPDATING else {*PARTITIONED} - {*FIRST.values()}
   ],
 )
 def test_the_experiment_equals_its_golden_file(name, kind):
-  path, made = golden_path(name, kind), MADE[kind](name)
+  path, text = golden_path(name, kind), MADE[kind](name)
   if IS_UPDATING:
-    path.write_text(made, encoding='utf-8')
+    path.write_text(text, encoding='utf-8')
   golden = path.read_text(encoding='utf-8') if path.exists() else ''
   diff = difflib.unified_diff(
-    golden.splitlines(keepends=True), made.splitlines(keepends=True), f'golden/{path.name}', 'made now'
+    golden.splitlines(keepends=True), text.splitlines(keepends=True), f'golden/{path.name}', 'regenerated'
   )
-  assert made == golden, (
+  assert text == golden, (
     f'{name} has changed (its {kind}):\n{"".join(diff)}\nIf you mean it, run scripts/update_golden and commit the '
     'files with the change.'
   )
@@ -118,9 +118,9 @@ def test_golden_files_are_the_same_on_every_machine():
 
 
 CLAIMED_SIZES = {
-  name: float(found[1]) * {'M': 1e6, 'B': 1e9}[found[2]]
+  name: float(match[1]) * {'M': 1e6, 'B': 1e9}[match[2]]
   for name, line in EXPERIMENTS.items()
-  if (found := re.search(r'([\d.]+)([MB]) parameters', line))
+  if (match := re.search(r'([\d.]+)([MB]) parameters', line))
 }
 
 

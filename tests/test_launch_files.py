@@ -45,9 +45,11 @@ def test_the_batch_script_of_slurm():
   script = LAUNCH / 'slurm.sh'
   subprocess.run(['bash', '-n', script], check=True)
   lines = script.read_text().splitlines()
-  directives = [line.partition('#')[0].strip() for line in (each.removeprefix('#SBATCH ') for each in lines)
+  directives = [line.partition('#')[0].strip() for line in (line.removeprefix('#SBATCH ') for line in lines)
                 if line.startswith('--')]  # fmt: skip
-  assert sum(line.startswith('#SBATCH') for line in lines) == len([each for each in directives if each]) > 5
+  assert (
+    sum(line.startswith('#SBATCH') for line in lines) == len([directive for directive in directives if directive]) > 5
+  )
   for directive in directives:
     name, has_value, value = directive.removeprefix('--').partition('=')
     assert name in SBATCH, directive

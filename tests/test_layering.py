@@ -122,7 +122,9 @@ def module_of(name: str) -> str | None:
   module = next((name for name in names if name in MODULES), None)
   if module is not None and module != name and MODULES[module].name == '__init__.py':
     exported = (
-      each.name for each in imports_in(MODULES[module]) if each.name.rpartition('.')[2] == name.split('.')[-1]
+      imported.name
+      for imported in imports_in(MODULES[module])
+      if imported.name.rpartition('.')[2] == name.split('.')[-1]
     )
     return module_of(next(exported, module))
   return module
@@ -154,7 +156,7 @@ def modules_of_extras() -> set[str]:
   extras -= {*names(project['dependencies']), project['name']}
   distributions = metadata.packages_distributions().items()
   return {
-    module for module, packages in distributions if extras & {each.lower().replace('_', '-') for each in packages}
+    module for module, packages in distributions if extras & {package.lower().replace('_', '-') for package in packages}
   }
 
 

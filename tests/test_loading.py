@@ -76,8 +76,8 @@ def test_texts_equal_decode_once(saved, tmp_path):
   with shared_models():
     lm = load(directory)
     seed = lm.job.experiment.seed
-    for given in ({}, {'seed': seed}):
-      assert lm.generate(texts, max_tokens=5, temperature=1.0, **given) == expected
+    for options in ({}, {'seed': seed}):
+      assert lm.generate(texts, max_tokens=5, temperature=1.0, **options) == expected
     assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=seed) == expected[:1]
     alike = lm.generate(texts[:1] * 3, max_tokens=5, temperature=1.0)
     assert alike[0] == expected[0]

@@ -41,5 +41,5 @@ def test_a_difference_between_losses_is_said(tmp_path):
     losses[6] += 2e-6 * (name == 'pipe')
     lines = [json.dumps({'step': step, 'loss': loss}) for step, loss in enumerate(losses, 1)]
     (tmp_path / name / 'metrics.jsonl').write_text('\n'.join(lines))
-  said = [text for text in texts_of(draw_losses.same_losses(tmp_path)) if 'at most' in text or 'every bit' in text]
-  assert said == ['every bit is the same', 'every bit is the same', 'at most 2.0e-06', 'every bit is the same']
+  remarks = [text for text in texts_of(draw_losses.same_losses(tmp_path)) if 'at most' in text or 'every bit' in text]
+  assert remarks == ['every bit is the same', 'every bit is the same', 'at most 2.0e-06', 'every bit is the same']

@@ -31,7 +31,7 @@ made = Environment()
 partly = functools.partial(score, 'p')
 cached = functools.cache(score)
 disguised = functools.partial(os.system)
-wrapped = functools.wraps(os.system)(lambda *given: 0)
+wrapped = functools.wraps(os.system)(lambda *args: 0)
 evaluate = eval
 """
 PAYLOAD = 'from pathlib import Path\nPath({ran!r}).touch()\ndef score(*call):\n  return 1.0\n'

@@ -166,5 +166,5 @@ def test_a_restart_lists_little(gcs_emulator):
   save(directory, 1, 2, 3)
   first = len(gcs_emulator.requests)
   assert_restores(Checkpointer(directory).restore(abstract_state()), 3)
-  listings = [each for each in gcs_emulator.requests[first:] if '/o?' in each]
+  listings = [request for request in gcs_emulator.requests[first:] if '/o?' in request]
   assert len(listings) <= 8, listings

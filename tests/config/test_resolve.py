@@ -140,10 +140,10 @@ def test_an_error_in_an_experiment_is_one_sentence_unless_tracebacks_are_on(caps
   assert 'fails with ValueError: num_layers=2 must be odd. (' in capsys.readouterr().err
   monkeypatch.setenv('JAX_TRACEBACK_FILTERING', 'off')
   assert binary.run_in_process(*flags, 'error=ValueError') == exit_codes.FAILED
-  said = capsys.readouterr().err
-  assert said.startswith('spmd-tasks: ValueError: num_layers=2 must be odd. (')
-  assert 'small_experiments.py", line' in said
-  assert said.endswith('\nValueError: num_layers=2 must be odd.\n')
+  message = capsys.readouterr().err
+  assert message.startswith('spmd-tasks: ValueError: num_layers=2 must be odd. (')
+  assert 'small_experiments.py", line' in message
+  assert message.endswith('\nValueError: num_layers=2 must be odd.\n')
 
 
 @pytest.mark.parametrize(

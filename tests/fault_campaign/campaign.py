@@ -113,7 +113,7 @@ class Campaign:
   def _run_undisturbed_pair(self, scene: Scene) -> Reference:
     began = time.monotonic()
     ended = Pair(scene, '--set', 'checkpoint_max_to_keep=100').finish(3 * DEADLINE_S)
-    assert not any(each.returncode for each in ended), [each.stderr for each in ended]
+    assert not any(result.returncode for result in ended), [result.stderr for result in ended]
     scene.close()
     return judge.read_reference(scene.job_log_dir, [], time.monotonic() - began)
 
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--list', action='store_true', help='the kinds, and which share of the faults is theirs')
   args = parser.parse_args(argv)
   if args.list:
-    for each in kinds():
-      print(f'{each.share:3}  {each.name}')
+    for entry in kinds():
+      print(f'{entry.share:3}  {entry.name}')
     return 0
   if args.keep is not None and args.only is None:
     parser.error('--keep goes with --only')
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.only is not None:
     numbers = [args.only]
   else:
-    if wanted and not any(each.name.startswith(wanted) for each in kinds()):
+    if wanted and not any(entry.name.startswith(wanted) for entry in kinds()):
       parser.error(f'no kind begins with {args.kinds}: --list shows them')
     number = args.first
     while len(numbers) < args.faults:

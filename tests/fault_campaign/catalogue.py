@@ -54,7 +54,7 @@ def kinds() -> list[Kind]:
 
 def kind_of(seed: int, number: int) -> Kind:
   """Returns the kind of fault `number`: each round has every kind `share` times, in a random order."""
-  one_round = [each for each in kinds() for _ in range(each.share)]
+  one_round = [member for member in kinds() for _ in range(member.share)]
   place = number % len(one_round)
   random.Random(f'{seed} round {number // len(one_round)}').shuffle(one_round)
   return one_round[place]

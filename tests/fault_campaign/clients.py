@@ -98,8 +98,8 @@ class Server:
       if descriptors <= self.num_descriptors + 1 and threads <= self.num_threads + 2 and float(blocks) == 0:
         return
       if time.monotonic() > end:
-        found = f'descriptors {self.num_descriptors} -> {descriptors}, threads {self.num_threads} -> {threads}'
-        check(False, f'{found}, used blocks {blocks}')
+        counts = f'descriptors {self.num_descriptors} -> {descriptors}, threads {self.num_threads} -> {threads}'
+        check(False, f'{counts}, used blocks {blocks}')
       time.sleep(0.1)
 
   def stop(self) -> None:
@@ -209,7 +209,7 @@ def damaged_checkpoint(scene: Scene) -> str:
   name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage', 'truncated'))
   damage.DAMAGES[name](path, scene.rng)
   scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
-  before = sorted(each.name for each in scene.checkpoints.iterdir())
+  before = sorted(path.name for path in scene.checkpoints.iterdir())
   response = server.post({'step': 20}, '/admin/publish')
   check(response.status_code == 409, f'publish of the damaged step is answered {response.status_code}')
   check(server.complete() == server.answer, 'after a refused publish the answers are others')
@@ -217,7 +217,7 @@ def damaged_checkpoint(scene: Scene) -> str:
   check(
     response.status_code == 200, f'publish of a whole step is answered {response.status_code}: {response.text[:80]}'
   )
-  check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'the server has renamed something')
+  check(sorted(path.name for path in scene.checkpoints.iterdir()) == before, 'the server has renamed something')
   judge.check_no_traceback(server.process.stderr)
   server.stop()
   return 'refused with 409; a whole step was published'
@@ -265,20 +265,20 @@ def server_loses_one(scene: Scene) -> str:
     server.pair.ranks[rank].send(signum)
     rest += [line for line in lines if line]
   ended = server.pair.finish()
-  codes = [each.returncode for each in ended]
+  codes = [result.returncode for result in ended]
   if signum == signal.SIGTERM:
     check(codes == [exit_codes.OK] * 2, f'exit codes {codes} after SIGTERM')
     check(rest[-1] == 'data: [DONE]', f'the stream ended with {rest[-1][:80]!r}')
   else:
     check_ends(ended, signalled={rank: signum})
     if rank == 1 and rest:
-      told = 'error' in ''.join(rest[-3:]) or any('finish_reason": "' in line for line in rest)
-      check(told, f'the stream ended with {rest[-1][:80]!r}')
+      has_end = 'error' in ''.join(rest[-3:]) or any('finish_reason": "' in line for line in rest)
+      check(has_end, f'the stream ended with {rest[-1][:80]!r}')
   shutil.rmtree(scene.job_log_dir)
   again = PairServer(scene)
   check(again.complete() == answer, 'the same request has another answer after the restart')
-  for each in again.pair.ranks:
-    each.send(signal.SIGTERM)
-  codes_again = [each.returncode for each in again.pair.finish()]
+  for rank in again.pair.ranks:
+    rank.send(signal.SIGTERM)
+  codes_again = [result.returncode for result in again.pair.finish()]
   check(codes_again == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes_again}')
   return f'exit codes {codes}; the same answer after the restart'

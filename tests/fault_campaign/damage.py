@@ -134,8 +134,8 @@ def damage_all(scene: Scene) -> str:
   """No checkpoint is intact: the job must refuse, twice, and resume once one is repaired."""
   step = begin(scene)
   restore = scene.backup(scene.checkpoints)
-  for each in (step, step - SAVE_INTERVAL):
-    path = scene.rng.choice(files_of(scene, each))
+  for damaged in (step, step - SAVE_INTERVAL):
+    path = scene.rng.choice(files_of(scene, damaged))
     DAMAGES[scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage'))](path, scene.rng)
   scene.where = f'steps {step - SAVE_INTERVAL} and {step}'
   for _ in range(2):
@@ -181,8 +181,8 @@ def damage_metrics(scene: Scene) -> str:
   judge.check_no_traceback(ended.stderr)
   # All other lines stay as they were; the damaged one stays too, or is set aside.
   aside = path.with_name(f'{path.name}.bad_lines')
-  found = path.read_bytes() + (aside.read_bytes() if aside.exists() else b'')
-  check(was_refused or lines[number] in found, 'the damaged line is lost')
+  content = path.read_bytes() + (aside.read_bytes() if aside.exists() else b'')
+  check(was_refused or lines[number] in content, 'the damaged line is lost')
   after = [line for line in path.read_bytes().split(b'\n')[:-1] if line != lines[number] or line in whole]
   check(after[: len(whole)] == whole, 'the restart has changed whole lines')
   path.write_bytes(b''.join(line + b'\n' for line in after))
@@ -211,12 +211,12 @@ def damage_step_asked_for(scene: Scene) -> str:
   name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'truncated', 'garbage'))
   DAMAGES[name](path, scene.rng)
   scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
-  before = sorted(each.name for each in scene.checkpoints.iterdir())
+  before = sorted(path.name for path in scene.checkpoints.iterdir())
   flags = scene.command('eval')
   ended = scene.run(*flags, '--checkpoint_step', step)
   judge.check_refusal(ended, REFUSED)
   check('is damaged' in ended.stderr, f'it does not say that the checkpoint is damaged: {judge.sentence_of(ended)}')
-  check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'a reader has renamed something')
+  check(sorted(path.name for path in scene.checkpoints.iterdir()) == before, 'a reader has renamed something')
   ended = scene.run(*flags)
   check(ended.returncode == exit_codes.OK, f'eval of the newest whole one: {judge.sentence_of(ended)}')
   check(f'step {step - SAVE_INTERVAL}  eval' in ended.stderr, 'eval did not take the newest whole checkpoint')

@@ -120,9 +120,9 @@ def other_type_for_directory(scene: Scene) -> str:
     OTHER_TYPES[name](path, scene.rng)
 
   def repair() -> None:
-    for each in path.parent.glob(f'{path.name}*'):  # also where it was set aside
-      if each.is_symlink() or not each.is_dir():
-        each.unlink()
+    for existing in path.parent.glob(f'{path.name}*'):  # also where it was set aside
+      if existing.is_symlink() or not existing.is_dir():
+        existing.unlink()
     if existed:
       aside.rename(path)
 

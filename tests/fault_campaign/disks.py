@@ -69,7 +69,11 @@ def errors(scene: Scene) -> str:
   lasting = scene.rng.random() < 0.4
   scene.choose_job(('Plain', 'Plain', 'Text'))
   code = scene.rng.choice((errno.EIO, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
-  seen = [each for each in scene.reference.operations if each[0] in OPERATIONS and each[1].startswith('job/')]
+  seen = [
+    operation
+    for operation in scene.reference.operations
+    if operation[0] in OPERATIONS and operation[1].startswith('job/')
+  ]
   count = scene.rng.randrange(len(seen))
   scene.where = f'{errno.errorcode[code]} at operation {count} ({" ".join(seen[count])})' + ' and on' * lasting
   point = Point(operations=OPERATIONS, path='^job/', count=count, lasting=lasting, action='error', value=code)

@@ -146,7 +146,7 @@ def watch_operations(root: str, see: Callable[[str, str], None]) -> None:
       directory = -1
     elif event.startswith('os.') and event[3:] in _OPERATIONS:
       operation, path = event[3:], args[0]
-      directory = next((each for each in args[1:] if isinstance(each, int) and each > 2), -1)
+      directory = next((argument for argument in args[1:] if isinstance(argument, int) and argument > 2), -1)
     else:
       return
     if not isinstance(path, str | bytes | os.PathLike) or getattr(is_seeing, 'now', False):
@@ -190,13 +190,13 @@ def wrap(call: str, see: Callable[[], None], *, after: bool) -> None:
 def main(plan_path: str, flags: list[str]) -> None:
   plan = read_plan(plan_path)
   watched = [Occurrences(point, plan.root) for point in plan.points]
-  sees = [each.see_operation for each in watched]
+  sees = [watch.see_operation for watch in watched]
   if plan.recorded is not None:
     recorded = open(plan.recorded, 'w', buffering=1)  # noqa: SIM115
     sees.append(lambda operation, path: recorded.write(json.dumps([operation, path]) + '\n'))
-  for point, each in zip(plan.points, watched, strict=True):
+  for point, watch in zip(plan.points, watched, strict=True):
     if point.call:
-      wrap(point.call, each.see, after=point.after)
+      wrap(point.call, watch.see, after=point.after)
   if plan.recorded is not None or any(point.operations for point in plan.points):
 
     def see_all(operation: str, path: str) -> None:

@@ -195,8 +195,8 @@ def last_line(text: str, limit: int = 200) -> str:
 
 def sentence_of(ended: Any, limit: int = 160) -> str:
   """Returns the last sentence of the binary."""
-  said = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
-  return (said[-1].removeprefix('spmd-tasks: ') if said else last_line(ended.stderr))[:limit]
+  sentences = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
+  return (sentences[-1].removeprefix('spmd-tasks: ') if sentences else last_line(ended.stderr))[:limit]
 
 
 def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: float) -> Reference:

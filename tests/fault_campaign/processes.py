@@ -58,17 +58,19 @@ class Pair:
 
 def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
   """Checks that the processes in `signalled` (rank -> signal) ended by it or properly, and all others properly."""
-  for rank, each in enumerate(ended):
+  for rank, result in enumerate(ended):
     codes = (*GOOD_ENDS, *([-signalled[rank]] if rank in signalled else []))
-    check(each.returncode in codes, f'process {rank} ended with {each.returncode}: {judge.last_line(each.stderr)}')
-  return ', '.join(str(each.returncode) for each in ended)
+    check(
+      result.returncode in codes, f'process {rank} ended with {result.returncode}: {judge.last_line(result.stderr)}'
+    )
+  return ', '.join(str(result.returncode) for result in ended)
 
 
 def go_on(scene: Scene, *flags: object, max_lost: int = SAVE_INTERVAL) -> None:
   """Checks that the same two commands give the numbers of two undisturbed processes."""
   before = scene.steps()
   ended = Pair(scene, *flags).finish(DEADLINE_S)
-  codes = [each.returncode for each in ended]
+  codes = [result.returncode for result in ended]
   check(codes == [exit_codes.OK] * 2, f'the restart ended with {codes}: {judge.sentence_of(ended[0])}')
   again = scene.steps()[len(before) :]
   if before and again:
@@ -80,7 +82,7 @@ def go_on(scene: Scene, *flags: object, max_lost: int = SAVE_INTERVAL) -> None:
 
 def finished(scene: Scene, ended: Sequence[Ended]) -> bool:
   """Returns whether the job ended before the fault."""
-  if any(each.returncode for each in ended):
+  if any(result.returncode for result in ended):
     return False
   scene.check_as_undisturbed()
   return True
@@ -145,12 +147,12 @@ def one_raises(scene: Scene) -> str:
   ended = Pair(scene, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the job did not notice'
-  for each in ended:
-    check(each.returncode in (*GOOD_ENDS, exit_codes.USAGE), f'exit code {each.returncode}')
+  for result in ended:
+    check(result.returncode in (*GOOD_ENDS, exit_codes.USAGE), f'exit code {result.returncode}')
   check(ended[rank].returncode in (exit_codes.FAILED, exit_codes.USAGE), f'the culprit: {ended[rank].returncode}')
   check('cursed' in ended[rank].stderr or 'No space' in ended[rank].stderr, 'the culprit does not say why')
   go_on(scene)
-  return f'exit codes {[each.returncode for each in ended]}; went on, bit for bit'
+  return f'exit codes {[result.returncode for result in ended]}; went on, bit for bit'
 
 
 @kind('processes/one is stopped', share=2)
@@ -190,14 +192,14 @@ def signals(scene: Scene) -> str:
   ended = pair.finish()
   if finished(scene, ended):
     return 'the job was faster'
-  codes = [each.returncode for each in ended]
+  codes = [result.returncode for result in ended]
   own = exit_codes.PREEMPTED if signum == signal.SIGTERM else exit_codes.INTERRUPTED
   wanted_codes = [own if rank in ranks else exit_codes.PREEMPTED for rank in range(2)]
   check(codes == wanted_codes, f'exit codes {codes} after {signum.name} to {ranks}')
   saved, seen = judge.complete_steps(scene.job_log_dir), scene.steps()
   check(saved and saved[-1] == seen[-1], f'exit codes {codes} after step {seen[-1]}, but the checkpoints are {saved}')
-  for each in ended:  # a save that the other process's end broke off is named as that
-    blamed = 'could not be saved' in each.stderr and 'another process has left' not in each.stderr
+  for result in ended:  # a save that the other process's end broke off is named as that
+    blamed = 'could not be saved' in result.stderr and 'another process has left' not in result.stderr
     check(not blamed, 'a save is blamed for the signal')
   go_on(scene)
   return f'exit codes {codes}; went on, bit for bit'
@@ -213,7 +215,7 @@ def damaged(scene: Scene) -> str:
   is_damaged = damage.changed(path, lambda: damage.DAMAGES[name](path, scene.rng))
   scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
   ended = Pair(scene).finish(DEADLINE_S)
-  codes = [each.returncode for each in ended]
+  codes = [result.returncode for result in ended]
   check(codes == [exit_codes.OK] * 2, f'exit codes {codes}: {judge.sentence_of(ended[0])}')
   aside = [path.name for path in scene.checkpoints.iterdir() if '.damaged-' in path.name]
   check(bool(aside) == is_damaged, f'set aside: {aside}')
@@ -270,8 +272,8 @@ def listening_ports(pid: int) -> set[int]:
   with contextlib.suppress(OSError):
     for fd in os.listdir(f'/proc/{pid}/fd'):
       with contextlib.suppress(OSError):
-        found = re.fullmatch(r'socket:\[(\d+)\]', os.readlink(f'/proc/{pid}/fd/{fd}'))
-        inodes |= {found[1]} if found else set()
+        match = re.fullmatch(r'socket:\[(\d+)\]', os.readlink(f'/proc/{pid}/fd/{fd}'))
+        inodes |= {match[1]} if match else set()
     for table in ('tcp', 'tcp6'):
       for line in Path(f'/proc/{pid}/net/{table}').read_text().splitlines()[1:]:
         fields = line.split()

@@ -273,8 +273,8 @@ class Scene:
     judge.compare_with_reference(self.job_log_dir, self.reference, may_lack=may_lack)
     if check_left:
       judge.check_nothing_is_left(self.job_log_dir)
-    kept = judge.complete_steps(self.job_log_dir)
-    check(len(kept) <= max_kept, f'{len(kept)} checkpoints are kept: {kept}')
+    steps = judge.complete_steps(self.job_log_dir)
+    check(len(steps) <= max_kept, f'{len(steps)} checkpoints are kept: {steps}')
 
   def accept(
     self, ended: Ended, repair: Callable[[], Any] = lambda: None, *, codes: tuple[int, ...] = judge.REFUSED

@@ -113,13 +113,13 @@ class _Handler(BaseHTTPRequestHandler):
     store.request(self.command, path, body, headers)
     answer = store.getresponse()
     content = answer.read()
-    kept = {name: value for name, value in answer.getheaders() if name.lower() not in _OWN_HEADERS}
+    headers = {name: value for name, value in answer.getheaders() if name.lower() not in _OWN_HEADERS}
     if self.command == 'HEAD':
-      kept['Content-Length'] = answer.getheader('Content-Length')
-    if 'Location' in kept:  # where an upload in parts goes on
-      kept['Location'] = kept['Location'].replace(self.proxy.target, urlsplit(self.proxy.url).netloc)
+      headers['Content-Length'] = answer.getheader('Content-Length')
+    if 'Location' in headers:  # where an upload in parts goes on
+      headers['Location'] = headers['Location'].replace(self.proxy.target, urlsplit(self.proxy.url).netloc)
     store.close()
-    return answer.status, kept, content
+    return answer.status, headers, content
 
   def _answer(
     self, status: int, headers: dict[str, object], content: bytes, *, keep: float | None = None, slow_s: float = 0.0
@@ -148,5 +148,5 @@ def _paged(path: str, page: int | None) -> str:
     return path
   name = 'max-keys' if 'list-type=2' in path else 'maxResults'
   place, _, query = path.partition('?')
-  kept = [each for each in query.split('&') if each and not each.startswith(f'{name}=')]
-  return f'{place}?{"&".join([*kept, f"{name}={page}"])}'
+  parameters = [parameter for parameter in query.split('&') if parameter and not parameter.startswith(f'{name}=')]
+  return f'{place}?{"&".join([*parameters, f"{name}={page}"])}'

@@ -63,10 +63,10 @@ class Emulators:
   def objects(self, scheme: str, prefix: str) -> dict[str, bytes]:
     """Returns the objects below a prefix, by their relative names."""
     if scheme == 'gs':
-      found = {name: data for name, (_, data, _) in dict(self.gcs.buckets['bucket']).items()}
+      objects = {name: data for name, (_, data, _) in dict(self.gcs.buckets['bucket']).items()}
     else:
-      found = {key.name: key.value for key in list(self._s3.buckets['bucket'].keys.values())}
-    return {name.removeprefix(prefix): data for name, data in found.items() if name.startswith(prefix)}
+      objects = {key.name: key.value for key in list(self._s3.buckets['bucket'].keys.values())}
+    return {name.removeprefix(prefix): data for name, data in objects.items() if name.startswith(prefix)}
 
   def forget(self, scheme: str, prefix: str) -> None:
     if scheme == 'gs':
@@ -178,18 +178,20 @@ class StoreJob:
     self.read()
     judge.compare_with_reference(self.scene.job_log_dir, self.reference)
     objects = self.objects()
-    kept = {name.split('/')[1] for name in objects if name.startswith('checkpoints/checkpoint_')}
+    names = {name.split('/')[1] for name in objects if name.startswith('checkpoints/checkpoint_')}
     whole = {f'checkpoint_{step:08d}' for step in judge.complete_steps(self.scene.job_log_dir)}
-    check(kept == whole, f'left behind: {sorted(kept - whole)}')
-    check(len(kept) <= MAX_TO_KEEP + 1, f'{len(kept)} checkpoints are kept: {sorted(kept)}')
+    check(names == whole, f'left behind: {sorted(names - whole)}')
+    check(len(names) <= MAX_TO_KEEP + 1, f'{len(names)} checkpoints are kept: {sorted(names)}')
     for name in sorted(whole):
       manifest = json.loads(objects[f'checkpoints/{name}/manifest.json'])['body']
       listed = {entry[0] if isinstance(entry, list) else entry['path'] for entry in manifest['files']}
-      found = {each.removeprefix(f'checkpoints/{name}/') for each in objects if each.startswith(f'checkpoints/{name}/')}
-      check(found - {'manifest.json'} == listed, f'{name} has other objects than its manifest: {found ^ listed}')
-    check(json.loads(objects[self.claims()[-1]]).get('released'), 'the claim was not released')
+      present = {
+        path.removeprefix(f'checkpoints/{name}/') for path in objects if path.startswith(f'checkpoints/{name}/')
+      }
+      check(present - {'manifest.json'} == listed, f'{name} has other objects than its manifest: {present ^ listed}')
+    check(json.loads(objects[self.locks()[-1]]).get('released'), 'the lock was not released')
 
-  def claims(self) -> list[str]:
+  def locks(self) -> list[str]:
     return sorted(name for name in self.objects() if name.startswith('job.lock.'))
 
   def finish(self, ended: Ended) -> None:
@@ -335,12 +337,12 @@ def two_jobs(scene: Scene) -> str:
   job.proxy.begin(lambda number, request: Fault(slow_s=slow_s) if slow_s and 'job.lock' in request else None)
   first = job.start()
   scene.pause(first, later)
-  ended = [scene.finish(each) for each in (first, job.start())]
-  codes = [each.returncode for each in ended]
-  for each in ended:
-    if each.returncode != exit_codes.OK:
-      judge.check_refusal(each, (exit_codes.USAGE,))
-      check('in use by another running job' in each.stderr, judge.sentence_of(each))
+  ended = [scene.finish(result) for result in (first, job.start())]
+  codes = [result.returncode for result in ended]
+  for result in ended:
+    if result.returncode != exit_codes.OK:
+      judge.check_refusal(result, (exit_codes.USAGE,))
+      check('in use by another running job' in result.stderr, judge.sentence_of(result))
   if exit_codes.OK in codes:
     job.check_as_undisturbed()
   else:
@@ -361,10 +363,10 @@ def stopped_holder(scene: Scene) -> str:
     job.finish(scene.finish(first))
     return 'ended before the stop'
   job.proxy.begin()
-  claims, is_over = job.claims(), threading.Event()
+  claims, is_over = job.locks(), threading.Event()
 
   def go_on() -> None:
-    while job.claims() == claims and not is_over.wait(0.02):
+    while job.locks() == claims and not is_over.wait(0.02):
       pass
     is_over.wait(later)
     first.send(signal.SIGCONT)
@@ -378,9 +380,9 @@ def stopped_holder(scene: Scene) -> str:
   if second.returncode == exit_codes.OK and ended.returncode == exit_codes.OK:
     job.check_as_undisturbed()
     return 'one after the other; as undisturbed'
-  for each in (second, ended):
-    if each.returncode != exit_codes.OK:
-      judge.check_refusal(each)
+  for result in (second, ended):
+    if result.returncode != exit_codes.OK:
+      judge.check_refusal(result)
   if second.returncode == exit_codes.OK:
     job.check_as_undisturbed()
   else:

@@ -26,7 +26,9 @@ DEADLINE_S = 30.0  # from a fault until the last process is gone
 MODEL = 'lm.UnevenTiny'
 SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8']
 # One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
-SETTINGS += [f'task.decode.{each}' for each in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3')]
+SETTINGS += [
+  f'task.decode.{setting}' for setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3')
+]
 COMMAND = ['--exp', MODEL, *(part for setting in SETTINGS for part in ('--set', setting))]
 # Beside them, a decoding job has prompts of tokens, and samples; the slots do not divide by the data axis.
 SAMPLED = [{'prompt_ids': [i + 1] * (i + 1), 'max_tokens': 4, 'temperature': 1.0, 'n': 2} for i in range(3)]
@@ -47,7 +49,7 @@ def trained(tmp_path_factory):
       checkpointer.save(step, model.to_canonical(model.init(step)))
   prompts = directory.parent / 'prompts.jsonl'
   asked = [*({'prompt': prompt, 'max_tokens': 6} for prompt in PROMPTS), *SAMPLED]
-  prompts.write_text(''.join(json.dumps(each) + '\n' for each in asked))
+  prompts.write_text(''.join(json.dumps(prompt) + '\n' for prompt in asked))
   assert binary.run_in_process(*COMMAND, '--job_log_dir', directory, *decoding(directory, 'outputs.jsonl')) == 0
   return directory, [outputs[0]['text'] for outputs in read(directory, 'outputs.jsonl')[: len(PROMPTS)]]
 
@@ -147,7 +149,7 @@ def test_two_processes_serve_what_one_decodes_in_any_company(client, trained):
   with ThreadPoolExecutor(8) as pool:
     noise = [pool.submit(complete, client, 'xyz', temperature=1.0, seed=seed, n=2) for seed in range(4)]
     texts = complete_all(client)
-    assert len({each.result() for each in noise}) > 1
+    assert len({future.result() for future in noise}) > 1
   assert texts == trained[1]
 
 
@@ -162,7 +164,7 @@ def published(shared_server, trained):
     published = client.post('/admin/publish', json={'step': 2})
     assert published.json() == {'model': MODEL, 'step': 2}, published.text
     texts = complete_all(client)
-    assert all(each.result() in pair for each, *pair in zip(running, texts, trained[1], strict=True))
+    assert all(future.result() in pair for future, *pair in zip(running, texts, trained[1], strict=True))
   assert client.post('/admin/unpublish', json={}).status_code == 200
   assert client.post('/admin/publish', json={}).json()['step'] == 4
   return texts

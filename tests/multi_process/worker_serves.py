@@ -25,10 +25,10 @@ MAX_LEN = 1000
 class Engine(FakeEngine):
   """Waits for the other processes in each step, as a model that is spread over them does."""
 
-  def step(self, keep, *given, **named):
+  def step(self, keep, *args, **named):
     time.sleep(STEP_S)
     multihost_utils.process_allgather(np.asarray(keep))
-    return super().step(keep, *given, **named)
+    return super().step(keep, *args, **named)
 
 
 def restore(step):
