@@ -1,14 +1,16 @@
-"""Resolves a saved config to one of today, as `resolve` does a name: `resolved = from_json(saved, ['seed=1'])`.
+"""Resolves a saved config with the current code: `resolved = from_json(saved, ['seed=1'])`.
 
-Saved values replace the code's defaults of today. A field that the code added since then has its default. One that is
-gone must have been off (None or False).
+Saved values replace the code's current defaults. A field that was added since has its default. A field that was removed
+must have been off (None or False).
 
-A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
-* what is part of this package, of an installed package that an extension names, or registered by an entry point,
-* modules whose files lie below a directory of --experiment_path, and
-* those of the directories that the job was begun from, if this user signed the job's directory (`own_directories`).
-A module that the process has imported already is only looked up. Nothing is imported to find that out. Functions that
-a config names (references.py) obey the same rules, in overrides of a saved config too.
+A config.json may come from a stranger, and importing a module runs it. So a name in a file imports only modules
+
+* of this package, of an installed package that an extension names, or registered by an entry point,
+* below a directory of --experiment_path,
+* below the directories from which the job's own command imported, if this user signed the config (`own_directories`).
+
+This is decided without importing anything. Modules that are imported already may be used as well. The same rules hold
+for functions that a config names (references.py), also in overrides of a saved config.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,21 +65,20 @@ def from_json(
   experiment_path: Sequence[str | os.PathLike[str]] = (),
   prepare: Prepare | None = None,
 ) -> ResolvedConfig:
-  """Resolves the config that `to_json` saved, with further overrides. `prepare`: as in `resolve`.
+  """Resolves the config that `to_json` saved, with overrides. `prepare` and `experiment_path` are as in `resolve`.
 
-  The file decides neither what is imported nor what is called: its experiment is registered, imported already, in a
-  module below `experiment_path`, or where this user's own job found it (`own_directories`). So is every function that
-  it or an override names; every other class and function comes from the experiment's own code.
+  The file decides neither what is imported nor what is called: the experiment and the functions that the file or an
+  override names must obey the rules above, and other classes and functions come from the experiment's own code.
 
-  Raises a UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist
-  any more, a value is not of its field's type, or the code now has another class, function or object at a path.
+  Raises a UserError: the JSON is not a saved config, the experiment may not be imported, a saved path no longer exists,
+  a value has another type than its field, or the code now has another class, function or object at a path.
   """
   own, why_not = own_directories(saved) if isinstance(saved, SavedConfig) else ([], '')
   directories = registry.add_to_search_path(experiment_path) + own
   saved = checked_config(saved)
   cls = get_saved(saved['experiment'], directories, why_not)
 
-  def checked(changes: dict[ConfigPath, Any]) -> dict[ConfigPath, Any]:
+  def check(changes: dict[ConfigPath, Any]) -> dict[ConfigPath, Any]:
     for path, value in changes.items():
       for name in modules_in(path, value):
         _check_module(name, '.'.join(path), directories, why_not)
@@ -88,43 +89,43 @@ def from_json(
 
   cls = adapted(cls, timeouts, prepare)
   config = fdl.Config(cls)
-  of_parts = {path: value for path, value in saved['config'].items() if path.split('.')[0] in PARTS}
-  fields = {path: value for path, value in saved['config'].items() if path not in of_parts}
-  of_experiment = cls.current_fields(fields)
-  config = apply_changes(config, checked(_changes_to(config, of_experiment)))
+  part_values = {path: value for path, value in saved['config'].items() if path.split('.')[0] in PARTS}
+  fields = {path: value for path, value in saved['config'].items() if path not in part_values}
+  experiment_values = cls.current_fields(fields)
+  config = apply_changes(config, check(_changes_to(config, experiment_values)))
   for name in MESH_FIELDS:
-    if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
-      setattr(config, name, decode(of_experiment[name]))
-  _leave_mesh_to_its_layout(cls, config)
+    if name in experiment_values:  # even if it equals the default, as the class's layout may set another value
+      setattr(config, name, decode(experiment_values[name]))
+  _unset_fields_of_layout(cls, config)
   as_saved = build_experiment(cls, config)
   if prepare is not None:
     prepare(as_saved)
-  changes = checked(_changes_to(parts_of(as_saved, config.__arguments__), of_parts))
+  changes = check(_changes_to(parts_of(as_saved, config.__arguments__), part_values))
   return resolve_changed(
     cls,
     config,
     changes,
     overrides,
     earlier=cls.current_fields(saved['overrides']),
-    check=checked,
+    check=check,
     code_directories=[*directories, *references.directories_of(cls)],
   )
 
 
-def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:
+def _unset_fields_of_layout(cls: type, config: fdl.Config) -> None:
   """Unsets the mesh fields that equal the values from `mesh`, so that overrides of `mesh` have an effect."""
-  given = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
-  for name in given:
+  values = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
+  for name in values:
     delattr(config, name)
-  filled = build_experiment(cls, config)
-  for name, value in given.items():
-    if getattr(filled, name) != value:
+  experiment = build_experiment(cls, config)
+  for name, value in values.items():
+    if getattr(experiment, name) != value:
       setattr(config, name, value)
 
 
 def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
   """Returns the changes that give `root` the saved values."""
-  present = dict(walk(root))
+  current = dict(walk(root))
   changes: dict[ConfigPath, Any] = {}
   refused = []
   for path, value in saved.items():
@@ -133,17 +134,17 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
         f'the saved config has {show(value)} at {path}, a class that was removed: write {replacement} in the '
         'experiment and run it with --exp and --accept_config_changes.'
       )
-    if path not in present:
-      if value is None or value is False:  # a setting of an older version, which was off
+    if path not in current:
+      if value is None or value is False:  # a field of an older version that was off
         continue
-      refused.append(f'{one_line(path)} (saved as {show(value)}) does not exist any more')
+      refused.append(f'{one_line(path)} (saved as {show(value)}) no longer exists')
       continue
-    field = present[path]
+    field = current[path]
     now = None if field.value is UNSET else encode_field(field.value)
     if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
       continue  # compared as text: 1, 1.0 and True are different values
     key = tuple(path.split('.'))
-    keys_now, keys = (set(each.get('keys', ())) if isinstance(each, dict) else set() for each in (now, value))
+    keys_now, keys = (set(node.get('keys', ())) if isinstance(node, dict) else set() for node in (now, value))
     if keys and keys <= keys_now:
       changes |= {(*key, name): DROP for name in keys_now - keys}
       continue
@@ -161,14 +162,18 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
       changes[key] = decoded
   if refused:
     raise UserError(
-      f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
+      f'the saved config does not fit the current code: {"; ".join(refused)}. Run it with the code that saved it, or '
       'start a new run.'
     )
   return changes
 
 
-def decode(encoded: Any, present: Any = None) -> Any:
-  """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
+def decode(encoded: Any, current: Any = None) -> Any:
+  """Decodes a value that `encode` encoded.
+
+  Args:
+    encoded: the JSON.
+    current: the current value of the field, which decides the class of enums, dicts and dtypes.
 
   Raises a UserError for a function, a class, an enum of another class or an object.
   """
@@ -183,17 +188,17 @@ def decode(encoded: Any, present: Any = None) -> Any:
       return [decode(item) for item in items]
     case {'dict': items}:
       values = {key: decode(item) for key, item in items.items()}
-      return FrozenDict(values) if isinstance(present, FrozenDict) else values
+      return FrozenDict(values) if isinstance(current, FrozenDict) else values
     case {'dtype': name} if is_dtype(getattr(jnp, name, None)):
-      return jnp.dtype(name) if isinstance(present, np.dtype) else getattr(jnp, name)
-    case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
-      if name in type(present).__members__:
-        return type(present)[name]
-  raise UserError(f'{show(encoded)} cannot be read back from JSON.')
+      return jnp.dtype(name) if isinstance(current, np.dtype) else getattr(jnp, name)
+    case {'enum': symbol, 'name': name} if isinstance(current, enum.Enum) and symbol == symbol_of(type(current)):
+      if name in type(current).__members__:
+        return type(current)[name]
+  raise UserError(f'{show(encoded)} cannot be decoded from JSON.')
 
 
 def _check_module(name: str, path: str, directories: Sequence[Path], why_not: str) -> None:
-  """Raises a UserError for a module, or a reference to a function, that a file alone must not have imported."""
+  """Raises a UserError for a module, or a reference to a function, that a file alone may not import."""
   because = f' ({why_not})' if why_not else ''
   if ':' in name:
     try:
@@ -208,14 +213,14 @@ def _check_module(name: str, path: str, directories: Sequence[Path], why_not: st
 
 
 def get_saved(name: str, directories: Sequence[Path] = (), why_not: str = '') -> type:
-  """The experiment class of a name in a saved config, which alone never decides what is imported.
+  """Returns the experiment class that a saved config names.
 
   Args:
-    name: as `name_of` gave it.
-    directories: whose modules may be imported, too.
-    why_not: why the directories that the config names are not among them, for the message.
+    name: a name from `name_of`.
+    directories: modules below them may be imported as well.
+    why_not: why the directories in the config are not among them, for the message.
 
-  Raises a UserError: as `registry.get`; or the name's module is neither registered nor below `directories`.
+  Raises a UserError: as `registry.get`; or the module is neither registered nor below `directories`.
   """
   if (cls := registry.known(name)) is not None:
     return cls
@@ -224,7 +229,7 @@ def get_saved(name: str, directories: Sequence[Path] = (), why_not: str = '') ->
   if not is_own_module(module_name) and module_name not in modules_by_entry_point():
     top = module_name.partition('.')[0]
     for module in sorted(registered):
-      if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
+      if module.partition('.')[0] == top:  # importing it may import `module_name`, such as with a base class
         registry.import_module(name, module)
     if not may_be_imported(module_name, registered, directories):
       because = f' ({why_not})' if why_not else ''
@@ -236,30 +241,29 @@ def get_saved(name: str, directories: Sequence[Path] = (), why_not: str = '') ->
 
 
 def own_directories(saved: SavedConfig) -> tuple[list[Path], str]:
-  """Returns the directories of modules that a config.json names, if this user signed it; and why they do not count."""
-  named = saved.get('origin', [])
-  named = [named] if isinstance(named, str) else named
-  if not isinstance(named, list) or not named or not all(isinstance(each, str) for each in named):
+  """Returns the directories of modules in a config.json that this user signed, or [] and why they do not count."""
+  origins = saved.get('origin', [])
+  origins = [origins] if isinstance(origins, str) else origins
+  if not isinstance(origins, list) or not origins or not all(isinstance(origin, str) for origin in origins):
     return [], ''
   if saved.why_unsigned:
-    return [], f'the directories that {saved.path} names do not count, because {saved.why_unsigned}'
+    return [], f'the directories in {saved.path} do not count, because {saved.why_unsigned}'
+  own = [Path(origin) for origin in origins]
   try:
-    for each in named:
-      directory = Path(each)
+    for directory in own:
       if not registry.is_origin(directory):
-        return [], f'{directory}, where its modules were, is no directory any more'
+        return [], f'{directory}, where its modules were, is no longer a directory'
       for path in (directory, *_packages_in(directory, saved)):
         if why := signatures.why_writable_by_others(path):
           return [], why
   except OSError as error:
     return [], f'{error.filename}: {error.strerror}'
-  own = [Path(each) for each in named]
   registry.add_to_search_path([directory for directory in own if not references.is_installed(directory)])
   return [references.part_of(directory, saved['experiment'].partition('.')[0]) for directory in own], ''
 
 
 def _packages_in(directory: Path, saved: Mapping[str, Any]) -> Iterable[Path]:
-  """Yields the folders of the experiment's module below a directory, and the Python files in them."""
+  """Yields the packages of the experiment's module below a directory, and the Python files in them."""
   parts = saved['experiment'].split('.')
   for depth in range(1, len(parts)):
     folder = directory.joinpath(*parts[:depth])
@@ -268,22 +272,22 @@ def _packages_in(directory: Path, saved: Mapping[str, Any]) -> Iterable[Path]:
 
 
 def may_be_imported(module_name: str, registered: Iterable[str], directories: Sequence[Path]) -> bool:
-  """Whether a name in a file may have this module imported.
+  """Returns whether a file may import a module.
 
   Args:
-    module_name: such as `package.module`.
+    module_name: its name, such as `package.module`.
     registered: the modules of entry points.
-    directories: absolute paths.
+    directories: absolute paths, below which modules may be imported.
   """
   if module_name in sys.modules or module_name in registered or module_name.startswith('spmd_tasks.'):
     return True
-  return references.is_below(module_name, [*directories, *_installed_place(module_name.partition('.')[0])])
+  return references.is_below(module_name, [*directories, *_installed_path(module_name.partition('.')[0])])
 
 
-def _installed_place(top: str) -> list[Path]:
-  """Returns where `top` was installed if an extension lets configs name its modules; else an empty list.
+def _installed_path(top: str) -> list[Path]:
+  """Returns the installed path of the package `top` if an extension lets configs name its modules; else [].
 
-  A folder of that name elsewhere on the search path is another one.
+  A folder of the same name elsewhere on the search path does not count.
   """
   if any(top in extension.packages for extension in extensions()):
     with contextlib.suppress(metadata.PackageNotFoundError):

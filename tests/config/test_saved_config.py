@@ -81,12 +81,12 @@ def test_different_values_are_saved_differently(a, b):
 
 @pytest.mark.parametrize('value', [a_function, int, functools.partial(a_function), object(), np.zeros(2)], ids=name)
 def test_code_and_objects_are_never_read_back(value):
-  with pytest.raises(ValueError, match='cannot be read back'):
+  with pytest.raises(ValueError, match='cannot be decoded'):
     decode(through_text(encode(value)))
 
 
 def test_a_saved_dtype_cannot_name_anything_else():
-  with pytest.raises(ValueError, match='cannot be read back'):
+  with pytest.raises(ValueError, match='cannot be decoded'):
     decode({'dtype': 'load'})
 
 
@@ -224,7 +224,7 @@ def test_saved_values_replace_changed_defaults(monkeypatch):
 def test_fields_that_no_longer_exist_are_refused_by_name(monkeypatch):
   saved = through_text(to_json(resolve(define(monkeypatch, eval_names=('dev', 'gone')), ['task.z_loss=0.5'])))
   define(monkeypatch, LossWithout)
-  with pytest.raises(ValueError, match=r'task.z_loss \(saved as 0.5\) does not exist any more') as error:
+  with pytest.raises(ValueError, match=r'task.z_loss \(saved as 0.5\) no longer exists') as error:
     from_json(saved)
   assert 'eval_inputs.gone.batch_size' in str(error.value)
 

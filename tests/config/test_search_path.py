@@ -267,7 +267,7 @@ CHANGES = [
   (lose_key, 'this user has no key'),
   (share_key, 'other users may read or write the key .*: delete'),
   (rename_package, 'is not registered'),
-  (rename_labs, 'labs, where its modules were, is no'),
+  (rename_labs, 'labs, where its modules were, is no longer a directory'),
 ]
 
 
@@ -320,7 +320,7 @@ def test_a_signed_directory_of_modules_must_always_be_the_same_directory(directo
   job = begin_job(directory)
   config = {**json.loads((job / 'config.json').read_text()), 'experiment': 'labs.my_lab.notes.Mine', 'origin': [origin]}
   write_config(epath.Path(job), json.dumps(config))
-  with pytest.raises(UserError, match='is no directory any more'):
+  with pytest.raises(UserError, match='is no longer a directory'):
     from_json(read_saved_config(job / 'config.json'))
 
 
