@@ -146,10 +146,6 @@ class Experiment(FrozenFields, abc.ABC):
       for name in MESH_FIELDS:
         if self.setter_rank(name) > self.setter_rank('mesh'):
           object.__setattr__(self, name, getattr(axes, name))
-    for name in ('ici_mesh_shape', 'dcn_mesh_shape'):
-      shape = getattr(self, name)
-      if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
-        raise UserError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
     self.mesh_spec()
     if isinstance(self.axis_rules, Mapping):
       object.__setattr__(self, 'axis_rules', tuple(self.axis_rules.items()))

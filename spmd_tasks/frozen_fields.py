@@ -100,13 +100,6 @@ class FrozenFields:
         delattr(cls, old)
         annotations.pop(old, None)
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
-    for name in annotations:
-      for base in cls.__mro__[1:]:
-        if isinstance(vars(base).get(name), types.FunctionType):
-          raise UserError(
-            f'{cls.__qualname__}.{name} is a method of {base.__name__}: define it with `def {name}(self)`, or give the '
-            'field another name.'
-          )
     for name, value in list(vars(cls).items()):
       if _is_plain_value(name, value):
         cls.refuse_removed(name, {*inherited, *annotations})

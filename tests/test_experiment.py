@@ -105,18 +105,12 @@ def define_field_as_property():
       return 3
 
 
-def define_task_as_field():
-  class Wrong(Base):
-    task: int = 3
-
-
 @pytest.mark.parametrize(
   'define, message',
   [
     (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
     (define_new_none, r'annotate it, `num_layer: int \| None = None`'),
     (define_field_as_property, 'num_layers overrides a field with a property: give it a value'),
-    (define_task_as_field, r'task is a method of Base: define it with `def task\(self\)`'),
   ],
 )
 def test_mistakes_in_a_class_body_are_refused(define, message):

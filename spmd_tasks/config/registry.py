@@ -46,17 +46,12 @@ class UnknownExperimentError(UserError):
 def register(cls: T) -> T:
   """Registers an experiment class, so that --list shows its name and the first line of its docstring.
 
-  Raises a UserError: there is no docstring, or another class has the name.
+  Raises a UserError: there is no docstring.
   """
   name = name_of(cls)
   doc = vars(cls).get('__doc__') or ''
   if not doc.strip() or doc.startswith(f'{cls.__name__}('):  # the signature, which dataclasses use as a default
     raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
-  other = _registry.get(name, cls)
-  if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-    raise UserError(
-      f'experiment {name} is registered twice, by {other.__module__} and by {cls.__module__}: rename one of them.'
-    )
   _registry[name] = cls
   return cls
 

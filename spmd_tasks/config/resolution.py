@@ -253,8 +253,6 @@ def parts_of(experiment: Experiment, changed: Iterable[str]) -> dict[str, Any]:
       parts[name] = dict(parts[name])
       if name == 'eval_inputs':
         parts[name] = {key: _unbuilt_input(experiment, f'{name}.{key}', data) for key, data in parts[name].items()}
-    elif parts[name] is None:
-      raise UserError(f'{name}() of {registry.name_of(type(experiment))} returned None: return it, or its fdl.Config.')
   parts['train_input'] = _unbuilt_input(experiment, 'train_input', parts['train_input'])
   return copy_config(parts)
 

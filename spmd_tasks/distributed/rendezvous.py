@@ -52,8 +52,7 @@ def check_explicit(settings: Any) -> None:
     match = re.fullmatch(r'(?:\[[^]]+\]|[^:]+):(\d{1,5})', address, re.ASCII)
     if not match or not 0 < int(match[1]) < 65536:
       raise UserError(f'{name}={address!r} must be host:port of process 0, such as 10.0.0.1:1234 or [fd00::1]:1234.')
-  if settings.num_processes < 1:
-    raise UserError(f'num_processes={settings.num_processes} must be at least 1.')
+
   if not 0 <= settings.process_id < settings.num_processes:
     raise UserError(
       f'process_id={settings.process_id} must be in [0, num_processes={settings.num_processes}): number the processes '
