@@ -37,7 +37,7 @@ def test_the_flag_wins_over_jaxs_variable(asked, named, platform, directory, ena
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: platform)
   monkeypatch.chdir(tmp_path)
   flags = SimpleNamespace(compilation_cache=asked, job_log_dir='job')
-  Command(flags=flags)._keep_programs(epath.Path(tmp_path / 'job'))
+  Command(flags=flags)._set_compilation_cache(epath.Path(tmp_path / 'job'))
   directory = directory and directory.replace('NAME', secret_name('compiled', tmp_path / 'job'))
   assert updates == {DIR: directory and str(tmp_path / directory), ENABLED: enabled}
 
@@ -46,7 +46,9 @@ def test_a_read_only_directory_is_not_used(tmp_path, monkeypatch):
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
   monkeypatch.setattr(os, 'access', lambda path, mode: False)
   monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**{DIR: None}, update=None))
-  Command(flags=SimpleNamespace(compilation_cache=None, job_log_dir=tmp_path))._keep_programs(epath.Path(tmp_path))
+  Command(flags=SimpleNamespace(compilation_cache=None, job_log_dir=tmp_path))._set_compilation_cache(
+    epath.Path(tmp_path)
+  )
 
 
 def is_used(job_log_dir):
@@ -88,12 +90,12 @@ def test_a_resumed_directory_is_signed_but_its_old_programs_are_not_used(tmp_pat
 
 
 def test_programs_that_another_user_may_have_written_are_not_used(tmp_path, monkeypatch):
-  kept = Path(programs_directory(epath.Path(tmp_path)))
-  kept.mkdir(parents=True, mode=0o777)
-  kept.chmod(0o777)
+  programs = Path(programs_directory(epath.Path(tmp_path)))
+  programs.mkdir(parents=True, mode=0o777)
+  programs.chmod(0o777)
   assert is_used(tmp_path)
-  assert kept.stat().st_mode & 0o777 == 0o700  # from now on
-  (kept / 'entry').symlink_to('/etc/passwd')
+  assert programs.stat().st_mode & 0o777 == 0o700  # from now on
+  (programs / 'entry').symlink_to('/etc/passwd')
   lstat = os.lstat
 
   def lstat_of_two_users(path, **how):
@@ -112,10 +114,10 @@ def test_without_a_key_no_programs_are_cached(tmp_path, monkeypatch, caplog):
 
 def test_a_job_caches_its_programs_in_the_given_directory(tmp_path):
   flags = ['--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,1,1', '--num_train_steps', '1']
-  flags += ['--mode', 'train', '--job_log_dir', tmp_path / 'job', '--compilation_cache', tmp_path / 'kept']
+  flags += ['--mode', 'train', '--job_log_dir', tmp_path / 'job', '--compilation_cache', tmp_path / 'programs']
   done = binary.run_binary(*flags)
   assert done.returncode == 0, done.stderr[-2000:]
-  assert any('train_step' in path.name for path in (tmp_path / 'kept').iterdir())
+  assert any('train_step' in path.name for path in (tmp_path / 'copies').iterdir())
 
 
 def test_a_cache_in_a_store_is_downloaded_and_new_programs_are_uploaded(store, tmp_path, monkeypatch):
@@ -133,12 +135,12 @@ def test_a_cache_in_a_store_is_downloaded_and_new_programs_are_uploaded(store, t
     updates = {DIR: None}
     monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**updates, update=updates.__setitem__))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / host))
-    Command(flags=SimpleNamespace(compilation_cache=asked, job_log_dir=store))._keep_programs(store)
-    kept = Path(updates[DIR])
-    assert kept.is_relative_to(tmp_path / host)
+    Command(flags=SimpleNamespace(compilation_cache=asked, job_log_dir=store))._set_compilation_cache(store)
+    copies = Path(updates[DIR])
+    assert copies.is_relative_to(tmp_path / host)
     if host == 'a':
-      (kept / 'jit_step-1-cache').write_bytes(b'program')
+      (copies / 'jit_step-1-cache').write_bytes(b'program')
       end = time.monotonic() + 20
       while not glob_below(store, 'compiled/*/*') and time.monotonic() < end:
         time.sleep(0.05)
-  assert [(path.name, path.read_bytes()) for path in kept.iterdir()] == [('jit_step-1-cache', b'program')]
+  assert [(path.name, path.read_bytes()) for path in copies.iterdir()] == [('jit_step-1-cache', b'program')]
