@@ -29,7 +29,7 @@ def span_corruption_lengths(
 ) -> tuple[int, int]:
   """Returns (N, T): how many tokens of text fill inputs of this length, and the length of their targets with eos.
 
-  The numbers are those of T5's `random_spans_helper`.
+  The numbers are the same as in T5's `random_spans_helper`.
   """
 
   def lengths(num_tokens: int) -> tuple[int, int]:

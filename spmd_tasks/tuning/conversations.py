@@ -8,7 +8,7 @@
       seq_len=2048,
     )
 
-Order and positions are those of TextInput. A conversation is never divided between two rows: if it does not fit in the
+Order and positions are TextInput's. A conversation is never divided between two rows: if it does not fit in the
 rest of a row, it begins the next row, and `too_long` says what to do if it is longer than a row.
 """
 

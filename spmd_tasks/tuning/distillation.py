@@ -33,7 +33,7 @@ from spmd_tasks.tuning.reward_models import frozen_model, open_second_folder
 from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
 from spmd_tasks.tuning.rollout_input import PromptIterator, Rollout, RolloutInput
 from spmd_tasks.tuning.rollout_sampler import place
-from spmd_tasks.tuning.rollouts import MadeBatches, MakeRollouts
+from spmd_tasks.tuning.rollouts import MakeRollouts, OnDemandBatches
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
@@ -226,7 +226,7 @@ class AskTeacher(TrainHook):
       batch, state = next(read)
       return self.answer(batch), state
 
-    return MadeBatches(make, lambda: read.seconds_waited)
+    return OnDemandBatches(make, lambda: read.seconds_waited)
 
   def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Adds the teacher's log-probabilities to a placed batch."""

@@ -190,7 +190,7 @@ class ScoreTuning(InstructionTuning):
     if num_labels is None and not folder.decoder.num_encoder_layers:
       return folder.with_score_head(self.num_labels)
     if num_labels != self.num_labels:
-      raise UserError(f'num_labels = {self.num_labels} must be that of {self.model}, {num_labels}: set num_labels.')
+      raise UserError(f'num_labels = {self.num_labels} must be {num_labels}, as in {self.model}: set num_labels.')
     return folder
 
   def text_reading(self) -> TextReading:
@@ -208,8 +208,8 @@ class ScoreTuning(InstructionTuning):
       raise UserError("score_loss = 'contrastive' needs one pair per row: set packing=False.")
     if self.score_loss != 'contrastive' and self.pooling != 'last':
       raise UserError(
-        f"pooling = {self.pooling!r} is for score_loss = 'contrastive': other scores are those of the last token, as "
-        "in transformers, so set pooling='last'."
+        f"pooling = {self.pooling!r} is for score_loss = 'contrastive': other scores use the last token, as in "
+        "transformers: set pooling='last'."
       )
     least, most = {'contrastive': (0, 0), 'classification': (2, math.inf)}.get(self.score_loss, (1, 1))
     if not least <= self.num_labels <= most:

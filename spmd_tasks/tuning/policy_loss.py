@@ -42,7 +42,7 @@ class PolicyLoss(ReferenceLoss):
     clip_low, clip_high: how far a ratio may move in the direction of its advantage.
     kl_weight: the weight of the KL divergence from a reference model, estimated by exp(d) - d - 1 with
       d = log r - log p (Schulman, 2020); 0 needs no reference.
-    temperature: the sampling temperature; all log-probabilities are those of logits / temperature.
+    temperature: the sampling temperature; all log-probabilities are computed from logits / temperature.
     value_weight, value_clip: for the loss of the values; 0 needs no values.
     sampler_cap: multiplies each token's loss by min(q / s, sampler_cap), which corrects for numerical differences of
       the sampler (truncated importance sampling: Yao et al., 2025); None does not.

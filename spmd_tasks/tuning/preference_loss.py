@@ -2,7 +2,7 @@
 
 Shapes: B batch, T sequence, V vocab, P = T // 2, the maximum number of pairs in a row. All results are float32.
 
-Batches are those of PreferenceInput (preferences.py): segments 1 and 2 of a row are the prompt with the chosen and the
+Batches are PreferenceInput's (preferences.py): segments 1 and 2 of a row are the prompt with the chosen and the
 rejected answer of its first pair, segments 3 and 4 its second pair, and so on. For KTO a pair is a judged answer, and
 the same prompt with the answer to another prompt.
 """
@@ -101,9 +101,9 @@ def base_log_probs(
   adapters = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
   adapter_weights = {name for names in adapters for name in (names.a, names.b, names.magnitude)}
   flat = traverse_util.flatten_dict(variables['params'], sep='/')
-  kept = {name: leaf for name, leaf in flat.items() if name not in adapter_weights}
-  weights = traverse_util.unflatten_dict(kept, sep='/')
-  base = {**variables, 'params': jax.lax.stop_gradient(weights)}
+  weights = {name: leaf for name, leaf in flat.items() if name not in adapter_weights}
+  params = jax.lax.stop_gradient(traverse_util.unflatten_dict(weights, sep='/'))
+  base = {**variables, 'params': params}
   predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
   return answer_log_probs(predictions, batch, temperature)
 
@@ -176,7 +176,7 @@ class PreferenceLoss(ReferenceLoss):
              gradient: KTO (Ethayarajh et al., 2024)
 
   The rewards in the metrics are beta (log p - log r). Each pair counts once, whatever the length of its answers. The
-  mean over tokens in orpo, and z in kto, are those of the whole batch, even if it is divided into microbatches.
+  mean over tokens in orpo, and z in kto, are computed over the whole batch, even if it has several microbatches.
 
   Fields:
     kind: 'sigmoid', 'ipo', 'orpo' or 'kto'.

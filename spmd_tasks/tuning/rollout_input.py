@@ -208,19 +208,19 @@ class RolloutInput:
     )
     if self.num_choices:
       rollout['expert_ids'] = np.zeros((num_rows, self.seq_len, self.num_choices), np.int32)
-    for row, each in enumerate(episodes):
-      if not each.prompt_ids:
+    for row, episode in enumerate(episodes):
+      if not episode.prompt_ids:
         continue
-      text, start = [*each.prompt_ids, *each.ids], len(each.prompt_ids) - 1
+      text, start = [*episode.prompt_ids, *episode.ids], len(episode.prompt_ids) - 1
       end = len(text) - 1
       rollout['ids'][row, :end], rollout['labels'][row, :end] = text[:-1], text[1:]
       rollout['segment_ids'][row, :end], rollout['segment_pos'][row, :end] = 1, np.arange(end)
-      rollout['weights'][row, start:end] = each.is_sampled
-      rollout['sampler_log_probs'][row, start:end] = each.logprobs
+      rollout['weights'][row, start:end] = episode.is_sampled
+      rollout['sampler_log_probs'][row, start:end] = episode.logprobs
       if self.num_choices:
-        if each.expert_ids is None:
+        if episode.expert_ids is None:
           raise UserError('replays_routing does not support stop strings: set it to False, or remove the stop strings.')
-        rollout['expert_ids'][row, :end] = each.expert_ids[:end]
+        rollout['expert_ids'][row, :end] = episode.expert_ids[:end]
     return rollout
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
@@ -283,7 +283,7 @@ class PromptIterator:
       episode.expert_ids = rng.integers(0, 2, (settings.seq_len, settings.num_choices))
       episodes.append(episode)
     batch = settings.rollout_of(episodes, settings.batch_size)
-    missing = {name: each.shape for name, each in settings.rollout_spec().items() if name not in batch}
+    missing = {name: spec.shape for name, spec in settings.rollout_spec().items() if name not in batch}
     batch |= {name: np.zeros(shape, np.float32) for name, shape in missing.items()}
     for name in [name for name in ('advantages', 'returns') if name in missing]:
       batch[name] = rng.normal(size=missing[name]).astype(np.float32)

@@ -39,15 +39,15 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
     counts[row] += 1
     starts[text], numbers[text] = _row_of(row, num_rows, num_parts) * seq_len + seq_len - room, counts[row]
   places = (starts[:, None] + np.arange(seq_len))[is_text]
-  of_tokens = batch | {'completion_lengths': batch['weights'].sum(axis=1).astype(np.float32), 'segment_ids': numbers}
+  arrays = batch | {'completion_lengths': batch['weights'].sum(axis=1).astype(np.float32), 'segment_ids': numbers}
 
-  def move(name: str, given: np.ndarray) -> np.ndarray:
-    given = np.broadcast_to(given[:, None], is_text.shape) if given.ndim == 1 else given
-    moved = np.full((num_rows * seq_len, *given.shape[2:]), pad_id if name == 'ids' else 0, given.dtype)
-    moved[places] = given[is_text]
-    return moved.reshape(given.shape)
+  def move(name: str, array: np.ndarray) -> np.ndarray:
+    array = np.broadcast_to(array[:, None], is_text.shape) if array.ndim == 1 else array
+    moved = np.full((num_rows * seq_len, *array.shape[2:]), pad_id if name == 'ids' else 0, array.dtype)
+    moved[places] = array[is_text]
+    return moved.reshape(array.shape)
 
-  return {name: move(name, given) for name, given in of_tokens.items()}
+  return {name: move(name, array) for name, array in arrays.items()}
 
 
 def _row_of(number: int, num_rows: int, num_parts: int) -> int:

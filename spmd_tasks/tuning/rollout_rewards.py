@@ -1,8 +1,8 @@
 """RolloutRewards: computes the rewards of completions by functions, reward models and an environment.
 
     rewards = RolloutRewards(settings, run)
-    asked = rewards.ask(prompts, groups)             # starts the functions in other processes
-    values = rewards.values(asked)                   # waits for them: float64 [P, G, K]
+    pending = rewards.start(prompts, groups)         # starts the functions in other processes
+    values = rewards.values(pending)                 # waits for them: float64 [P, G, K]
 
 Shapes: P prompts, G completions of each, K rewards, R rows of a rollout, T tokens of a row.
 """
@@ -76,16 +76,16 @@ class RolloutRewards:
     answers = self._decide(len(calls), self._submit(step))
     return [answer and (*answer, state) for answer, state in zip(answers, states, strict=True)]
 
-  def ask(self, prompts: Sequence[RewardPrompt], groups: Sequence[Sequence[Episode]]) -> Any:
+  def start(self, prompts: Sequence[RewardPrompt], groups: Sequence[Sequence[Episode]]) -> Any:
     """Starts the reward functions on process 0; returns the argument of `values`."""
     episodes = [(record, episode) for (*_, record), group in zip(prompts, groups, strict=True) for episode in group]
     calls = [(record['prompt'], episode.text, record) for record, episode in episodes]
     future = self._submit(lambda workers: workers.rewards(calls).tolist()) if self._functions else None
     return len(prompts), calls, [episode.reward for _, episode in episodes], future
 
-  def values(self, asked: Any) -> np.ndarray:
+  def values(self, pending: Any) -> np.ndarray:
     """Returns the rewards, float64 [P, G, K], in the order of `all_rewards`; NaN if a reward failed."""
-    num_prompts, calls, environment_rewards, future = asked
+    num_prompts, calls, environment_rewards, future = pending
     columns = {name: model.rewards(calls) for name, model in self._models.items()}
     if self._settings.environment:
       columns[self._settings.environment] = np.array(environment_rewards)

@@ -34,7 +34,7 @@ Answer = Callable[[Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]], Sequ
 
 
 def episodes_of(groups: Iterable[Sequence[Episode]]) -> list[Episode]:
-  return [each for group in groups for each in group]
+  return [episode for group in groups for episode in group]
 
 
 class RolloutSampler:
@@ -68,13 +68,13 @@ class RolloutSampler:
       beat: called after each step of the scheduler.
       report: shows a message.
     """
-    given = model.task.as_task('sampling').decode
-    own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
-    own |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
-    own['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
+    decode = model.task.as_task('sampling').decode
+    overrides: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
+    overrides |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
+    overrides['prefill_rows'] = decode.prefill_rows and min(decode.prefill_rows, settings.num_rows)
     self.steps = DecodeSteps(
       model,
-      dataclasses.replace(given, **own),
+      dataclasses.replace(decode, **overrides),
       temperature=settings.temperature,
       records_routing=settings.num_choices > 0,
     )
@@ -94,17 +94,17 @@ class RolloutSampler:
     """
     groups = [[Episode() for _ in range(number)] for _ in prompts]
     requests, begun = [], []
-    begins: Sequence[Any] = self._begin([record for *_, record in prompts])
-    for (epoch, index, _), record, group in zip(prompts, begins, groups, strict=True):
+    records: Sequence[Any] = self._begin([record for *_, record in prompts])
+    for (epoch, index, _), record, group in zip(prompts, records, groups, strict=True):
       try:
         if record is not None:
           requests.append(self._request(record, index, (epoch, index), **draws))
-          begun += [(epoch, index, record, each) for each in group]
+          begun += [(epoch, index, record, episode) for episode in group]
       except UserError as error:
         if self._answer is None:
           raise
         self._report(f'the environment returned {record["prompt"]!r:.200}: {error}')
-    completions = [each for group in self._generate(variables, requests, number) for each in group]
+    completions = [completion for group in self._generate(variables, requests, number) for completion in group]
     if self._answer is None:
       for (*_, episode), completion in zip(begun, completions, strict=True):
         episode.add(completion)
@@ -114,8 +114,8 @@ class RolloutSampler:
       requests = []
       for place, ids, max_tokens in wanted:
         epoch, index, record, _ = begun[place]
-        given = {'prompt_ids': ids, 'max_tokens': max_tokens, **draws}
-        requests.append(self._request(record, index, (epoch, index, turn, place % number), **given))
+        fields = {'prompt_ids': ids, 'max_tokens': max_tokens, **draws}
+        requests.append(self._request(record, index, (epoch, index, turn, place % number), **fields))
       return [completion for (completion,) in self._generate(variables, requests, 1)]
 
     for *_, record, episode in begun:
@@ -195,16 +195,16 @@ class RolloutScorer:
       settings.batch_of({name: rollout[name][rows] for name in names} | {'cells': cells[rows]}, self._num_parts)
       for rows in np.split(np.arange(settings.num_rows), settings.num_minibatches)
     ]
-    made = [self._step(variables, place(self._step, batch, np.arange(settings.batch_size))) for batch in batches]
-    is_token = [(batch['segment_ids'] > 0) | (batch['weights'] > 0) for batch in batches]
-    cells = np.concatenate([batch['cells'][each] for batch, each in zip(batches, is_token, strict=True)])
+    outputs = [self._step(variables, place(self._step, batch, np.arange(settings.batch_size))) for batch in batches]
+    masks = [(batch['segment_ids'] > 0) | (batch['weights'] > 0) for batch in batches]
+    cells = np.concatenate([batch['cells'][mask] for batch, mask in zip(batches, masks, strict=True)])
 
     def unpacked(*parts: Any) -> np.ndarray:
-      found = np.zeros(rollout['ids'].shape, np.float32)
-      found.flat[cells] = np.concatenate([np.asarray(x)[each] for x, each in zip(parts, is_token, strict=True)])
-      return found
+      array = np.zeros(rollout['ids'].shape, np.float32)
+      array.flat[cells] = np.concatenate([np.asarray(x)[mask] for x, mask in zip(parts, masks, strict=True)])
+      return array
 
-    return jax.tree.map(unpacked, *made)
+    return jax.tree.map(unpacked, *outputs)
 
 
 def _score(task: BaseTask, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:

@@ -32,7 +32,7 @@ from spmd_tasks.tuning.rollout_rewards import RolloutRewards, mean, with_advanta
 from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of, place
 
 _MAX_DRAWS = 8  # how often prompts are drawn for a rollout if `drops_equal` drops some
-_KEPT = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns', 'expert_ids')
+_SAVED_FIELDS = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns', 'expert_ids')
 
 
 @dataclasses.dataclass
@@ -43,7 +43,7 @@ class _Drawn:
     prompts, groups: P prompts, and G episodes of each.
     num_drawn, seconds, mismatch: how many prompts were completed, how long it took, and the largest difference from the
       trainer's log-probabilities, if it was computed.
-    values, asked: the rewards [G, K] of each prompt, or the argument of `RolloutRewards.values`.
+    values, pending: the rewards [G, K] of each prompt, or the argument of `RolloutRewards.values`.
   """
 
   prompts: list[RewardPrompt] = dataclasses.field(default_factory=list)
@@ -52,11 +52,11 @@ class _Drawn:
   seconds: float = 0.0
   mismatch: float | None = None
   values: list[np.ndarray] = dataclasses.field(default_factory=list)
-  asked: Any = None
+  pending: Any = None
 
   def to_text(self) -> str:
     """Returns the completions as text, for checkpoints."""
-    groups = [[{name: getattr(each, name) for name in _KEPT} for each in group] for group in self.groups]
+    groups = [[{name: getattr(episode, name) for name in _SAVED_FIELDS} for episode in group] for group in self.groups]
     places, others = [place for *place, _ in self.prompts], {'num_drawn': self.num_drawn, 'mismatch': self.mismatch}
     content = {'places': places, 'groups': groups, 'others': others}
     return base64.b85encode(zlib.compress(json.dumps(content).encode())).decode()
@@ -64,7 +64,7 @@ class _Drawn:
   @classmethod
   def from_text(cls, text: str, iterator: PromptIterator) -> '_Drawn':
     content = json.loads(zlib.decompress(base64.b85decode(text)))
-    groups = [[Episode(**each) for each in group] for group in content['groups']]
+    groups = [[Episode(**fields) for fields in group] for group in content['groups']]
     return cls(prompts=iterator.prompts_at(content['places']), groups=groups, **content['others'])
 
 
@@ -107,7 +107,7 @@ class MakeRollouts(TrainHook):
 
   def batches(self, run: TrainRun) -> Any:
     iterator: Any = run.iterator
-    return MadeBatches(lambda: (self.next_batch(run, iterator), iterator.get_state()))
+    return OnDemandBatches(lambda: (self.next_batch(run, iterator), iterator.get_state()))
 
   def before_loop(self, run: TrainRun) -> None:
     if self._eval_records is None:
@@ -144,7 +144,7 @@ class MakeRollouts(TrainHook):
     if iterator.rollout is None:
       if self._drawn is None and iterator.drawn is not None:  # restored from a checkpoint, without rewards
         self._drawn = _Drawn.from_text(iterator.drawn, iterator)
-        self._drawn.asked = self._rewards.ask(self._drawn.prompts, self._drawn.groups)
+        self._drawn.pending = self._rewards.start(self._drawn.prompts, self._drawn.groups)
       drawn = self._drawn or self._draw(run, iterator, run.loop.step + 1)
       iterator.begin(*self._finish(run, drawn))
       self._drawn = iterator.drawn = None
@@ -167,7 +167,7 @@ class MakeRollouts(TrainHook):
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
     """Returns the placed batch of some rows of a rollout."""
     num_parts = run.model.task.num_microbatches
-    batch = self._input.batch_of({name: each[rows] for name, each in rollout.items()}, num_parts)
+    batch = self._input.batch_of({name: array[rows] for name, array in rollout.items()}, num_parts)
     return place(run.model.train_step, batch, np.arange(len(rows)))
 
   def _draw(self, run: TrainRun, iterator: PromptIterator, step: int) -> _Drawn:
@@ -182,20 +182,20 @@ class MakeRollouts(TrainHook):
       prompts = iterator.take(num_prompts - len(drawn.prompts))
       drawn.num_drawn += len(prompts)
       groups = self._sampler.complete(variables, prompts, settings.group_size)
-      asked = self._rewards.ask(prompts, groups)
+      pending = self._rewards.start(prompts, groups)
       if not settings.drops_equal:
-        drawn.prompts, drawn.groups, drawn.asked = prompts, groups, asked
+        drawn.prompts, drawn.groups, drawn.pending = prompts, groups, pending
         break
-      asked_at = time.perf_counter()
-      values = self._rewards.values(asked)
-      started += time.perf_counter() - asked_at
-      for prompt, group, each in zip(prompts, groups, values, strict=True):
-        known = self._rewards.total([group], each[None])
-        known = known[~np.isnan(known)]
-        if known.size and np.ptp(known) > 0:
+      waited_from = time.perf_counter()
+      values = self._rewards.values(pending)
+      started += time.perf_counter() - waited_from
+      for prompt, group, group_values in zip(prompts, groups, values, strict=True):
+        total = self._rewards.total([group], group_values[None])
+        total = total[~np.isnan(total)]
+        if total.size and np.ptp(total) > 0:
           drawn.prompts.append(prompt)
           drawn.groups.append(group)
-          drawn.values.append(each)
+          drawn.values.append(group_values)
       if len(drawn.prompts) == num_prompts:
         break
     if not drawn.prompts:
@@ -215,7 +215,7 @@ class MakeRollouts(TrainHook):
     variables = run.model.task.decoding_variables(run.loop.state)
     rollout = self._with_log_probs(variables, settings.rollout_of(completions, settings.num_rows))
     scored_at = time.perf_counter()  # until here reward functions cost no time
-    values = np.stack(drawn.values) if drawn.values else self._rewards.values(drawn.asked)  # [P, G, K]
+    values = np.stack(drawn.values) if drawn.values else self._rewards.values(drawn.pending)  # [P, G, K]
     rewarded_at = time.perf_counter()
     grid = self._rewards.total(drawn.groups, values)  # [P, G]
     is_failed = np.isnan(grid).reshape(-1)
@@ -227,13 +227,13 @@ class MakeRollouts(TrainHook):
       )
     if is_failed.any():
       blank, rows = settings.rollout_of([], len(is_failed)), np.flatnonzero(is_failed)
-      for name, each in rollout.items():
-        each[rows] = blank[name][rows] if name in blank else 0
+      for name, array in rollout.items():
+        array[rows] = blank[name][rows] if name in blank else 0
     rollout = with_advantages(settings, rollout, grid)
-    tokens = [len(each.ids) for each in completions]
+    tokens = [len(episode.ids) for episode in completions]
     metrics = {
       'completion_tokens': float(np.mean(tokens)),
-      'truncated': float(np.mean([each.is_cut for each in completions])),
+      'truncated': float(np.mean([episode.is_cut for episode in completions])),
       'prompts_drawn': float(drawn.num_drawn),
       'score_seconds': scored_at - started,
     }
@@ -248,7 +248,7 @@ class MakeRollouts(TrainHook):
       difference = rollout['weights'] * (rollout['old_log_probs'] - rollout['reference_log_probs'])
       metrics['kl'] = float(difference.sum() / max(rollout['weights'].sum(), 1))
     if settings.environment:
-      metrics['num_turns'] = float(np.mean([len(each.turns) for each in completions]))
+      metrics['num_turns'] = float(np.mean([len(episode.turns) for episode in completions]))
     if is_multiple(run.loop.step + 1, run.experiment.log_every_steps):
       mismatch = drawn.mismatch if settings.staleness else self._largest_mismatch(variables, rollout)
       metrics |= {} if mismatch is None else {'sampler_mismatch_max': mismatch}
@@ -285,17 +285,17 @@ class MakeRollouts(TrainHook):
     with run.timed('eval', 'evaluation'):
       variables = run.model.task.evaluation_variables(run.state)
       prompts = [(0, index, record_of(self._eval_records, index)) for index in range(len(self._eval_records))]
-      made = self._sampler.complete(variables, prompts, 1, temperature=0.0)
-      values = self._rewards.values(self._rewards.ask(prompts, made))
+      groups = self._sampler.complete(variables, prompts, 1, temperature=0.0)
+      values = self._rewards.values(self._rewards.start(prompts, groups))
     metrics = self._rewards.metrics(values, values @ self._rewards.weights)
-    metrics['completion_tokens'] = float(np.mean([len(each.ids) for each in episodes_of(made)]))
+    metrics['completion_tokens'] = float(np.mean([len(episode.ids) for episode in episodes_of(groups)]))
     self._writer.write(run.step, metrics)
     reward = metrics.get('reward', math.nan)
     run.message(f'step {run.step}  eval rewards: reward {reward:.4f} over {len(prompts)} prompts')
 
 
-class MadeBatches:
-  """Iterates over (batch, the position after it) pairs, which are made on demand.
+class OnDemandBatches:
+  """Iterates over (batch, position after the batch) pairs, each computed by `make` when it is needed.
 
   Attributes:
     seconds_waited: how long the devices waited for the input; sampling is not waiting.

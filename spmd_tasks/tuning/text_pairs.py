@@ -6,7 +6,7 @@
     )
 
 Each row is one pair: the encoder reads the inputs, and the decoder predicts the targets, both followed by an eos, as T5
-is fine-tuned. Order and positions are those of TextInput.
+is fine-tuned. Order and positions are TextInput's.
 """
 
 from collections.abc import Mapping

@@ -135,7 +135,7 @@ def test_a_stream_of_hugging_face_datasets_is_resumed(shuffles, caplog):
 
 
 class TorchLike:
-  """Batches whose state is not JSON, like that of torch's loaders, which has the bytes of a random generator."""
+  """Batches whose state is not JSON: torch's loaders, for example, save the bytes of a random generator."""
 
   def __init__(self):
     self._next = 0

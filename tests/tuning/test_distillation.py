@@ -88,7 +88,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
 
 @pytest.mark.slow
 def test_a_job_learns_a_teacher_s_distributions_of_its_own_samples(folders, tmp_path):
-  """The data have prompts without answers; the divergence of a step is that of its samples."""
+  """The data have prompts without answers; the divergence of a step is computed on its samples."""
   (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in ('the cat', 'a dog')))
   settings = [f'model={folders[0]}', f'teacher={folders[1]}', f'data={tmp_path / "prompts.jsonl"}', 'trackers=()']
   settings += ['batch_size=16', 'seq_len=16', 'max_tokens=8', 'num_rollout_slots=16', 'log_every_steps=1', 'beta=1.0']

@@ -1,6 +1,6 @@
 """Low-rank adapters train with the same numbers on every mesh, padded and pipelined.
 
-The model is that of test_numbers_agree.py, of which only adapters and the embedding are trained.
+The model is the one in test_numbers_agree.py; only its adapters and its embedding are trained.
 """
 
 import jax

@@ -90,7 +90,7 @@ def test_divergences_from_a_teacher_agree_with_trl(name):
 
 @pytest.mark.parametrize('kind', ['bradley_terry', 'classification', 'regression', 'contrastive'])
 def test_losses_on_scores_agree_with_trl_and_transformers(kind):
-  """Texts are packed, their vectors are those of their last tokens, and microbatches add up by their weights."""
+  """Texts are packed, their vectors come from their last tokens, and microbatches add up by their weights."""
   batch, loss = recorded('pairs'), ScoreLoss(kind=kind, center_weight=0.01 if kind == 'bradley_terry' else 0.0)
   after = np.pad(batch['segment_ids'], ((0, 0), (0, 1)))[:, 1:]
   batch['weights'] = ((batch['segment_ids'] != after) & (batch['targets'] + batch['segment_ids'] > 0)).astype(
