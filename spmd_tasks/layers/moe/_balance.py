@@ -136,8 +136,8 @@ def _sum_shards(columns: dict[str, jax.Array], num_shards: int) -> dict[str, Any
   part, num_rows = current_layer_scope().part, len(next(iter(columns.values())))
   if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
-      f'load_balance_shards={num_shards} must divide the tokens of the batch (where experts choose, its groups), which '
-      f'is a microbatch where the learner takes microbatches: choose a divisor, such as one of {num_rows * part.count}.'
+      f'load_balance_shards={num_shards} must divide the tokens of the batch or, if the learner takes microbatches, '
+      f'of a microbatch (if experts choose, its groups): choose a divisor of {num_rows * part.count}.'
     )
   num_pieces = math.lcm(part.count, num_shards) // part.count
   flat = [column.reshape(num_rows, -1) for column in columns.values()]
@@ -147,8 +147,8 @@ def _sum_shards(columns: dict[str, jax.Array], num_shards: int) -> dict[str, Any
     is_in = shard_ids[None, :, None] == jnp.arange(num_shards)[:, None, None]
     sums = jnp.sum(jnp.where(is_in, sums[None], 0.0), axis=1)
   parts = jnp.split(sums, list(itertools.accumulate(column.shape[1] for column in flat[:-1])), axis=1)
-  of_names = zip(columns.items(), parts, strict=True)
-  return {name: part.reshape(num_shards, *column.shape[1:]) for (name, column), part in of_names}
+  named = zip(columns.items(), parts, strict=True)
+  return {name: total.reshape(num_shards, *column.shape[1:]) for (name, column), total in named}
 
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -195,11 +195,11 @@ def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
 
 
 def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) -> jax.Array:
-  """Returns y; its differentiation gives the balance bias [E] the load violation as gradient. For training only.
+  """Returns y; in the backward pass the balance bias [E] gets the load violation as its gradient. For training only.
 
-  That is E times how many assignments each expert has above the mean, float32, with sum 0, of the real tokens, before
-  any assignment is dropped. The factor keeps whole numbers whole: an expert with exactly the mean load has 0, in
-  whatever order the gradients of parts of a batch are added.
+  The load violation is E times the number of assignments that an expert has above the mean, float32, with sum 0. It
+  counts real tokens, before any assignment is dropped. The factor E keeps it a whole number: an expert with exactly the
+  mean load has 0, in whatever order the gradients of the parts of a batch are added.
   """
   counts = jnp.sum(sums.counts, axis=0)
   return attach_gradient(y, bias, counts.size * counts - jnp.sum(counts))
@@ -207,7 +207,7 @@ def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) ->
 
 @jax.custom_vjp
 def attach_gradient(x: Any, bias: jax.Array, gradient: jax.Array) -> Any:
-  """Returns x, an array or a tree; its differentiation gives `bias` the cotangent `gradient`, whatever that of x.
+  """Returns x, an array or a tree; in the backward pass `bias` gets the cotangent `gradient`, whatever x's is.
 
   The cotangent of x passes unchanged. The loss must depend on x; otherwise JAX never runs the backward rule.
   """

@@ -7,10 +7,9 @@ This is the dispatch of GShard (Lepikhin et al., 2020) by gathers in place of on
 slot is decided in _slots.py.
 
 `SlotResharding` moves slots from the devices that hold their tokens to the devices that hold their experts, and back.
-Sharding constraints describe every move, and the partitioner derives the collectives: good ones (all-to-alls) where one
-mesh axis moves from one dim to another and divides both. For several axes at once, or an uneven dim, it gathers whole
-arrays on every device. Therefore G and E are padded, G is written as one dim per mesh axis, and each axis moves in one
-step.
+Sharding constraints describe every move, and the partitioner derives the collectives: all-to-alls if one mesh axis
+moves from one dim to another and divides both. For several axes at once, or an uneven dim, it gathers whole arrays on
+every device. Therefore G and E are padded, G is written as one dim per mesh axis, and each axis moves in its own step.
 """
 
 from collections.abc import Mapping
@@ -51,8 +50,8 @@ class CapacityGather:
       drops nothing, at the cost of S slots per expert.
     eval_capacity_factor: the same outside of training; None uses `capacity_factor`.
     capacity_counts_choices: whether the factor is relative to balanced top-k routing: C = factor * k * S / E
-      (MegaBlocks). Without, as in T5X, factor 1 has slots for half of the choices of top-2 routing.
-    capacity_rounding: of C, 'nearest' (T5X) or 'down' (MegaBlocks).
+      (MegaBlocks). If not, as in T5X, a factor of 1 has slots for half of the choices of top-2 routing.
+    capacity_rounding: how C is rounded, to the 'nearest' integer (T5X) or 'down' (MegaBlocks).
     min_capacity: least number of slots of an expert in a group; with 0, a group whose C is rounded to 0 drops nothing
       (MegaBlocks).
     group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row. Small groups make drops
@@ -89,9 +88,9 @@ class CapacityGather:
   ) -> tuple[jax.Array, Ratios]:
     """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
 
-    If experts choose, the router has decided groups and slots too, and the fields that shape these are not read.
-    The statistics are `fraction_dropped`, of the real tokens' choices, and `expert_usage`, of slots that hold a
-    token. Raises a UserError if group_size does not fit.
+    If experts choose, the router has decided groups and slots, and the fields about them are not read. The statistics
+    are `fraction_dropped`, of the real tokens' choices, and `expert_usage`, of slots that hold a token. Raises a
+    UserError if group_size does not fit.
     """
     batch_size, length, _ = x.shape
     if routing.slots is None:
@@ -159,8 +158,8 @@ class CapacityGather:
     rows = rows.reshape(num_groups, -1, model_dim)
     if assignment.permutation is not None:
       return jax.vmap(sum_rows)(rows, assignment.permutation)
-    nothing, ids = jnp.zeros((assignment.group_size, model_dim)), assignment.slots.token_ids.reshape(num_groups, -1)
-    summed = jax.vmap(lambda rows, ids: nothing.at[ids].add(rows.astype(jnp.float32), mode='drop'))(rows, ids)
+    zeros, ids = jnp.zeros((assignment.group_size, model_dim)), assignment.slots.token_ids.reshape(num_groups, -1)
+    summed = jax.vmap(lambda rows, ids: zeros.at[ids].add(rows.astype(jnp.float32), mode='drop'))(rows, ids)
     return summed.astype(rows.dtype)
 
 
@@ -195,7 +194,7 @@ class SlotResharding:
   Attributes:
     tokens: axes that split the tokens, and hence the groups.
     expert, hidden: axes that split E and F.
-    sizes: of the mesh's axes.
+    sizes: size of each mesh axis.
   """
 
   tokens: Axes = ()
@@ -248,19 +247,19 @@ class SlotResharding:
 
   def _steps(self) -> list[tuple[Axes | str | None, ...]]:
     """Returns the rows' split dims after each step, from the sharding of the tokens to the sharding of the experts."""
-    held = list(self.tokens)
+    remaining = list(self.tokens)  # axes that still split the groups
 
     def layout(expert: Axes) -> tuple[Axes | str | None, ...]:
-      return (expert, *[axis if axis in held else None for axis in self.tokens], None, None, None)
+      return (expert, *[axis if axis in remaining else None for axis in self.tokens], None, None, None)
 
     steps = [layout(())]
     for i, axis in enumerate(self.expert):
-      if axis in held:
-        held.remove(axis)
+      if axis in remaining:
+        remaining.remove(axis)
       steps.append(layout(self.expert[: i + 1]))
     for axis in self.hidden:
-      if axis in held:
-        held.remove(axis)
+      if axis in remaining:
+        remaining.remove(axis)
         steps.append(layout(self.expert))
     return steps
 

@@ -24,7 +24,7 @@ from spmd_tasks.layers.moe._permutation import (
   sum_rows,
 )
 
-# The name of the loops in a compiled program, by which a plan knows that balanced routing runs them not at all.
+# Names these loops in a compiled program. A plan does not count them, because balanced routing never runs them.
 FURTHER_PASSES_NAME = 'further_passes_of_experts'
 
 
@@ -132,7 +132,7 @@ def padded_all_to_all(
 
 
 def _most_rows(expert_ids: jax.Array, experts: ExpertWeights) -> int:
-  """Returns how many rows one device may have for another one."""
+  """Returns the largest number of rows that one device may send to another."""
   return expert_ids.shape[0] * min(expert_ids.shape[1], experts.num_experts)
 
 
@@ -153,8 +153,8 @@ def _apply_to_received(experts: ExpertWeights, rows: jax.Array, expert_ids: jax.
 def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, capacity: int) -> Permutation:
   """Returns the order of the rows in the X send buffers of P places each.
 
-  `by_expert` is the order by expert, and therefore by device; `devices` int32 [n, k] says each assignment's device, X
-  where it is not routed; `sizes` int32 [X] count the rows for each device.
+  `by_expert` is the order by expert, and therefore by device; `devices` int32 [n, k] is each assignment's device, or X
+  if it is not routed; `sizes` int32 [X] is the number of rows for each device.
   """
   num_devices, num_assignments = sizes.shape[0], devices.size
   starts, place = jnp.cumsum(sizes, dtype=sizes.dtype) - sizes, jnp.arange(capacity, dtype=jnp.int32)
@@ -167,7 +167,7 @@ def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, 
   places = by_expert.positions - jnp.sum(jnp.where(is_to, starts[None, None, :], 0), axis=-1)
   has_place = (devices < num_devices) & (places < capacity)
   return Permutation(
-    token_ids=assignments // devices.shape[1],  # n where there is no assignment, since num_assignments = n * k
+    token_ids=assignments // devices.shape[1],  # n if there is no assignment, because num_assignments = n * k
     positions=jnp.where(has_place, devices * capacity + places, num_devices * capacity),
     group_sizes=jnp.minimum(sizes, capacity),
     assignments=assignments,
@@ -196,14 +196,14 @@ def in_passes(
   experts: ExpertWeights,
   exchange: Exchange,
 ) -> tuple[jax.Array, Ratios]:
-  """Calls `dispatch`, an all-to-all with bounded buffers, until every assignment is done.
+  """Calls `dispatch`, an all-to-all with bounded buffers, until every assignment is computed.
 
-  What does not fit goes in a second pass, a third and so on, as many as the fullest pair of devices needs; under
-  balanced routing one pass does everything. The numbers are those of one big pass. The first pass is differentiated
-  like any other layer. Further ones run in a loop whose length follows from the routing, and none of their arrays is
-  kept: the backward pass computes them again.
+  Assignments that do not fit go into a second pass, a third, and so on, as many as the fullest pair of devices needs;
+  balanced routing needs one pass. The results equal those of one large pass. The first pass is differentiated like any
+  other layer. The others run in a loop whose length depends on the routing, and none of their arrays is saved: the
+  backward pass recomputes them.
 
-  Statistics: those of `dispatch`, and `num_passes`, how many were needed.
+  The statistics are those of `dispatch`, and `num_passes`, the number of passes.
   """
   assert exchange.capacity_factor is not None
   num_devices, unrouted = exchange.num_devices, exchange.num_devices * experts.num_experts
@@ -213,7 +213,7 @@ def in_passes(
     return dispatch(x, expert_ids, gates, experts, exchange)
 
   # An assignment's pass follows from its rank among those to the same device, in the order of the tokens.
-  device = (expert_ids // experts.num_experts).reshape(-1)  # X where not routed
+  device = (expert_ids // experts.num_experts).reshape(-1)  # X if not routed
   is_to = (device[:, None] == jnp.arange(num_devices)[None, :]).astype(jnp.int32)
   rank = jnp.sum((jnp.cumsum(is_to, axis=0) - 1) * is_to, axis=1)
   pass_ids = name_routing((rank // room).reshape(expert_ids.shape))

@@ -1,4 +1,4 @@
-"""Dropless: computes every token with every expert that it chose, however uneven the choices (MegaBlocks).
+"""Dropless: applies to each token every expert that it chose, however uneven the choices (MegaBlocks).
 
 Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
 
@@ -23,7 +23,7 @@ from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import SplitDims, padding
 from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope, num_parts
 
-# The ways to bring tokens and experts of other devices together; None: the experts' weights come to the tokens.
+# The ways to bring together tokens and experts of different devices. None: the experts' weights move to the tokens.
 DISPATCHES: dict[str, Dispatch | None] = {'ring': ring, 'padded_all_to_all': padded_all_to_all, 'gather': None}
 
 
@@ -33,11 +33,11 @@ class Dropless:
 
   Fields:
     dispatch: a name in DISPATCHES: how tokens reach experts on other devices. With 'gather' each device gathers all
-      experts of a layer, and no token moves: for many tokens a device.
+      experts of a layer, and no token moves: good for many tokens per device.
     capacity_factor: the size of an all-to-all's buffers, as a multiple of the rows under balanced routing. None makes
       room for the worst case.
-    overflow: what becomes of rows that do not fit: 'drop' them and count them in `fraction_dropped`, or do them in
-      further 'passes', as many as the routing needs.
+    overflow: what happens to rows that do not fit: 'drop' drops them and counts them in `fraction_dropped`; 'passes'
+      computes them in as many further passes as the routing needs.
     backend: of the grouped matmuls, see `grouped_matmul`; None for the best on this platform.
     activation_split_dims: of x and of the result.
   """
@@ -117,7 +117,7 @@ def apply_experts(
     gates: float32 [B, T, k], 0 for an assignment that is not routed.
     experts: all E.
     activation_split_dims: of x.
-    dispatch: moves tokens to experts on other devices; None: their weights are gathered.
+    dispatch: moves tokens to experts on other devices; None gathers the weights of these experts instead.
     capacity_factor: see Exchange.
 
   Raises a UserError: the layout is impossible (see `expert_layout`), or an enclosing `shard_map` has made an axis
@@ -179,11 +179,11 @@ def apply_experts(
 
 
 def _weights_of_device(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:
-  """Returns the weights that a device computes with: of its experts and its part of F, with all of D.
+  """Returns the weights that a device computes with: its experts and its part of F, with all of D.
 
-  D is gathered inside the `shard_map`, so that the gradients are reduce-scattered, and then E where experts are stored
-  apart: whole experts lie one after another, so that the larger of the two gathers needs no copy. The results for the
-  parts of F are summed; `down_bias` counts in the first part only.
+  D is gathered inside the `shard_map`, so that the gradients are reduce-scattered. Then E is gathered over
+  `layout.stored`: whole experts are contiguous, so that the larger of the two gathers needs no copy. The results for
+  the parts of F are summed; only the first part adds `down_bias`.
   """
 
   def gather(weight: jax.Array, axes: Axes = (), dim: int = 0) -> jax.Array:
@@ -230,7 +230,7 @@ _sum_parts.defvjp(
 
 
 def _mesh_and_free_axes(scope: ShardingScope, layout: ExpertLayout, x: jax.Array) -> tuple[Any, frozenset[str]]:
-  """Returns the scope's `free_mesh`; refuses what this layer cannot do inside another `shard_map`."""
+  """Returns the scope's `free_mesh`. Raises a UserError if this layer cannot run inside the enclosing `shard_map`."""
   mesh, free = scope.free_mesh()
   manual = set(scope.mesh.axis_names) - free
   taken = sorted(manual.intersection(layout.all_axes))

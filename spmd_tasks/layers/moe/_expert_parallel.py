@@ -42,7 +42,7 @@ class ExpertLayout:
     batch, seq: axes of B and T of the tokens.
     expert, hidden: axes of E and F of the weights.
     up_embed, down_embed: axes of D of `up` (and `gate`) and of `down` that split tokens too (FSDP).
-    stored: further axes of E, the fastest, which split tokens too: the weights are gathered along them.
+    stored: further axes of E, the fastest, which split tokens too; the weights are gathered along them.
   """
 
   batch: Axes
@@ -58,8 +58,8 @@ class ExpertLayout:
     apart, exchange = tuple(axis for axis in self.expert if axis not in self.tokens), self.exchange
     if apart + exchange != self.expert:
       raise UserError(
-        f"dispatch='gather' needs the axes that split experts only before those that split tokens too, not "
-        f'{self.expert}, of which {exchange} split tokens: name the axes in this order.'
+        f"dispatch='gather' needs the mesh axes that split only experts before the axes that also split tokens, but "
+        f'experts are split over {self.expert}, of which {exchange} also split tokens: reorder these axes.'
       )
     return dataclasses.replace(self, expert=apart, stored=exchange)
 
@@ -136,7 +136,7 @@ def select_assignments(
     layout, axis_sizes: of the mesh.
 
   Returns:
-    Both, renumbered; the number of experts in the exchange means 'not routed', with gate 0.
+    expert_ids and gates, renumbered; the number of experts in the exchange means 'not routed', with gate 0.
   """
   if layout.exchange == layout.expert:
     return expert_ids, gates
@@ -181,11 +181,12 @@ class Dispatch(Protocol):
   ) -> tuple[jax.Array, Ratios]:
     """Returns (y [n, D], statistics): for each token of this device the sum of its experts' outputs by their gates.
 
-    The statistics are the same on all devices; `fraction_dropped` is one where a dispatch can drop assignments.
+    The statistics are the same on all devices; they include `fraction_dropped` if assignments can be dropped.
 
     Args:
       x: [n, D].
       expert_ids: int32 [n, k] in [0, X * E]. The id X * E means 'not routed'; the other ids of a token are distinct.
       gates: float32 [n, k], 0 for an assignment that is not routed.
-      experts, exchange: of this device, and the devices.
+      experts: the experts of this device.
+      exchange: the devices that exchange tokens.
     """

@@ -86,7 +86,7 @@ class ExpertWeights(struct.PyTreeNode):
     return self.replace(**{name: functions[name](x) for name, x in weights.items() if x is not None})
 
   def specs(self, expert: Axes, hidden: Axes, up_embed: Axes = (), down_embed: Axes = ()) -> Any:
-    """Returns the weights' PartitionSpecs, where these mesh axes split E, F, and D of `up` and of `down`."""
+    """Returns the weights' PartitionSpecs, given the mesh axes that split E, F, D of `up` and D of `down`."""
     specs = self.map(
       up=lambda _: PartitionSpec(expert, up_embed, hidden),
       down=lambda _: PartitionSpec(expert, hidden, down_embed),
@@ -157,7 +157,7 @@ class Experts(nn.Module, kw_only=True):
     dtype: of the computation; weights are float32.
     init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of these kernels.
-    adapters: adapters of `up`, `down` and `gate`, of each expert its own.
+    adapters: adapters of `up`, `down` and `gate`; each expert has its own.
   """
 
   num_experts: int
@@ -223,7 +223,7 @@ class Experts(nn.Module, kw_only=True):
       down_split_dims=self.down_split_dims,
       up_bias=declare_bias('up_bias', self.hidden_dim, hidden_split_dims),
       gate_bias=declare_bias('gate_bias', self.hidden_dim, hidden_split_dims) if self.gated else None,
-      # Not split over D: the devices that hold parts of an expert's hidden layer sum whole results.
+      # Not split over D: the devices that split an expert's hidden layer sum whole results.
       down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
       dropout_rate=self.dropout_rate,
       dropout_key=self.make_rng('dropout') if train and self.dropout_rate else None,

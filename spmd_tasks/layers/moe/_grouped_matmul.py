@@ -7,8 +7,8 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
   'loop'        block by block, here; for CPUs, and for GPUs for which Triton does not compile.
   'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPUs.
   'triton'      our Pallas kernels (_grouped_matmul_gpu.py); for GPUs.
-  'ragged_dot'  `jax.lax.ragged_dot`, which on CPUs and GPUs multiplies every row by every matrix; for tests and where
-                FLOPs are counted.
+  'ragged_dot'  `jax.lax.ragged_dot`, which on CPUs and GPUs multiplies every row by every matrix; for tests and for
+                counting FLOPs.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., A
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """Half of the mean group."""
+  """Returns S: half of the mean group, within limits."""
   return min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))
 
 
@@ -161,7 +161,7 @@ clear_rows_from.defvjp(
 
 
 def resolve_backend(backend: str | None) -> str:
-  """Returns the backend to use: `backend`, or the best on this platform; where FLOPs are counted, 'ragged_dot'."""
+  """Returns `backend`, or the best on this platform if it is None; 'ragged_dot' while FLOPs are counted."""
   if current_layer_scope().plain_products:
     return 'ragged_dot'
   if backend is None:

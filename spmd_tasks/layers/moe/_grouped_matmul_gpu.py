@@ -1,6 +1,6 @@
 """The products of a grouped matmul and of its gradients, by Pallas kernels for NVIDIA GPUs, compiled by Triton.
 
-They read rows and matrices where they lie: nothing is transposed, padded or cleared first. Both operands of each
+They read rows and matrices in place: nothing is transposed, padded or cleared first. Both operands of each
 product go through shared memory, four steps ahead.
 
 Shapes: R rows, E groups (experts), K in, N out.
@@ -19,7 +19,7 @@ from spmd_tasks.sharding.specs import current_device, current_platform
 
 
 class _Tile(NamedTuple):
-  """What a program computes, `rows` x `columns` of a result, and how: `num_bytes` of each row at a time, by warps."""
+  """The `rows` x `columns` of a result that one program computes, and how: `num_bytes` of a row per step."""
 
   rows: int
   columns: int
@@ -43,7 +43,7 @@ def _multiply_backward(saved: Any, d_results: jax.Array) -> tuple[jax.Array, jax
   return grouped_product(d_results, weights, group_sizes, is_transposed=True), d_weights, None
 
 
-multiply_by_triton.defvjp(lambda *given: (multiply_by_triton(*given), given), _multiply_backward)
+multiply_by_triton.defvjp(lambda *operands: (multiply_by_triton(*operands), operands), _multiply_backward)
 
 
 def grouped_product(
@@ -64,14 +64,14 @@ def grouped_product(
   block_ends, num_blocks = jnp.cumsum(counts), pl.cdiv(num_rows, tile.rows) + num_groups - 1
   blocks = jnp.arange(num_blocks, dtype=jnp.int32)
   groups = jnp.sum(block_ends[None, :] <= blocks[:, None], axis=1, dtype=jnp.int32)  # E for a block of no rows
-  known = jnp.minimum(groups, num_groups - 1)
-  firsts = ends[known] - group_sizes[known] + (blocks - block_ends[known] + counts[known]) * tile.rows
-  bounds = jnp.stack([firsts, jnp.where(groups < num_groups, ends[known], firsts)])
+  clipped = jnp.minimum(groups, num_groups - 1)
+  firsts = ends[clipped] - group_sizes[clipped] + (blocks - block_ends[clipped] + counts[clipped]) * tile.rows
+  bounds = jnp.stack([firsts, jnp.where(groups < num_groups, ends[clipped], firsts)])
   return _call(
     functools.partial(_product, is_transposed=is_transposed),
     tile,
     (pl.cdiv(num_out, tile.columns), num_blocks),
-    (rows, weights, known, bounds),
+    (rows, weights, clipped, bounds),
     jax.ShapeDtypeStruct((num_rows, num_out), rows.dtype),
     name='grouped_matmul',
   )
@@ -93,25 +93,25 @@ def weight_gradients(rows: jax.Array, d_results: jax.Array, group_sizes: jax.Arr
 
 
 def _tile(num_rows: int, num_columns: int, most: _Tile) -> _Tile:
-  """As `most`, with fewer rows and columns for a smaller result."""
+  """Returns `most` with fewer rows and columns for a smaller result."""
   fit = lambda size, limit: max(_LEAST, min(limit, pl.next_power_of_2(max(size, 1))))
   return most._replace(rows=fit(num_rows, most.rows), columns=fit(num_columns, most.columns))
 
 
 def _call(
-  kernel: Any, tile: _Tile, grid: tuple[int, ...], given: Sequence[jax.Array], out: Any, *, name: str
+  kernel: Any, tile: _Tile, grid: tuple[int, ...], operands: Sequence[jax.Array], out: Any, *, name: str
 ) -> jax.Array:
   whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
   return pl.pallas_call(
     functools.partial(kernel, tile=tile),
     grid=grid,
-    in_specs=[*map(whole, given)],
+    in_specs=[*map(whole, operands)],
     out_specs=whole(out),
     out_shape=out,
     compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps, num_stages=4),
     interpret=current_platform() != 'gpu',
     name=name,
-  )(*given)
+  )(*operands)
 
 
 def _product(rows_ref, weights_ref, groups_ref, bounds_ref, result_ref, *, tile, is_transposed) -> None:
@@ -119,12 +119,12 @@ def _product(rows_ref, weights_ref, groups_ref, bounds_ref, result_ref, *, tile,
   block = pl.program_id(1)
   group, first, end = groups_ref[block], bounds_ref[0, block], bounds_ref[1, block]
   rows, columns = pl.ds(first, tile.rows), pl.ds(pl.program_id(0) * tile.columns, tile.columns)
-  is_row, is_column = first + jnp.arange(tile.rows) < end, _known(columns, result_ref.shape[1])
+  is_row, is_column = first + jnp.arange(tile.rows) < end, _in_bounds(columns, result_ref.shape[1])
   size, num_in = _step_size(tile, rows_ref, weights_ref), rows_ref.shape[1]
 
   def add_columns(i, total):
     part = pl.ds(i * size, size)
-    is_part = _known(part, num_in)
+    is_part = _in_bounds(part, num_in)
     read = functools.partial(_load, fills=is_part is not None)
     x = read(rows_ref.at[rows, part], is_row, is_part)
     if is_transposed:
@@ -140,15 +140,15 @@ def _outer_products(rows_ref, d_results_ref, bounds_ref, result_ref, *, tile) ->
   """Computes one tile of a group's gradient."""
   group = pl.program_id(2)
   begin, end = bounds_ref[group], bounds_ref[group + 1]
-  places = [pl.ds(pl.program_id(1 - axis) * num, num) for axis, num in enumerate(tile[:2])]
-  known = [_known(each, num) for each, num in zip(places, result_ref.shape[1:], strict=True)]
+  slices = [pl.ds(pl.program_id(1 - dim) * size, size) for dim, size in enumerate(tile[:2])]
+  masks = [_in_bounds(positions, size) for positions, size in zip(slices, result_ref.shape[1:], strict=True)]
   size = _step_size(tile, rows_ref, d_results_ref)
 
   def add_rows(first, is_own, total):
     rows = pl.ds(first, size)
     read = functools.partial(_load, fills=is_own is not None)
-    operands = zip((rows_ref, d_results_ref), places, known, strict=True)
-    x, y = (read(ref.at[rows, place], is_own, is_known) for ref, place, is_known in operands)
+    operands = zip((rows_ref, d_results_ref), slices, masks, strict=True)
+    x, y = (read(ref.at[rows, columns], is_own, mask) for ref, columns, mask in operands)
     return _add_product(total, x.T, y)
 
   num_whole = (end - begin) // size
@@ -156,17 +156,17 @@ def _outer_products(rows_ref, d_results_ref, bounds_ref, result_ref, *, tile) ->
   total = jax.lax.fori_loop(0, num_whole, add_whole, jnp.zeros(tile[:2], jnp.float32))
   last = begin + num_whole * size
   total = add_rows(last, last + jnp.arange(size) < end, total)
-  _store(result_ref.at[group, places[0], places[1]], total, *known)
+  _store(result_ref.at[group, slices[0], slices[1]], total, *masks)
 
 
 def _step_size(tile: _Tile, *operands: Any) -> int:
-  """How much of the dim that is summed over is multiplied at a time."""
+  """Returns how many entries of the contracted dim are multiplied per step."""
   return tile.num_bytes // max(ref.dtype.itemsize for ref in operands)
 
 
-def _known(place: Any, num: int) -> jax.Array | None:
-  """Which positions of a slice are of an axis of `num`; None where all slices are."""
-  return None if num % place.size == 0 else place.start + jnp.arange(place.size) < num
+def _in_bounds(positions: Any, size: int) -> jax.Array | None:
+  """Returns the mask of a slice's positions within a dim of `size`; None if every slice lies within it."""
+  return None if size % positions.size == 0 else positions.start + jnp.arange(positions.size) < size
 
 
 def _mask(shape: Sequence[int], of_rows: jax.Array | None, of_columns: jax.Array | None) -> jax.Array | None:
@@ -176,7 +176,7 @@ def _mask(shape: Sequence[int], of_rows: jax.Array | None, of_columns: jax.Array
 
 
 def _load(ref: Any, of_rows: jax.Array | None, of_columns: jax.Array | None, *, fills: bool) -> jax.Array:
-  """Reads what the masks say; the rest is 0 if it `fills`, and else anything, for results that nobody stores."""
+  """Reads the entries in the masks; the others are 0 if `fills`, else undefined, for results that are not stored."""
   return pltriton.load(ref, mask=_mask(ref.shape, of_rows, of_columns), other=0.0 if fills else None)
 
 
@@ -185,6 +185,7 @@ def _store(ref: Any, x: jax.Array, of_rows: jax.Array | None, of_columns: jax.Ar
 
 
 def _add_product(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-  x, y = (each.astype(jnp.promote_types(x.dtype, y.dtype)) for each in (x, y))  # Triton multiplies alike types only
+  dtype = jnp.promote_types(x.dtype, y.dtype)  # Triton multiplies equal dtypes only
+  x, y = x.astype(dtype), y.astype(dtype)
   precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return total + jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -28,12 +28,12 @@ class ExpertComputation(Protocol):
   ) -> tuple[jax.Array, Ratios]:
     """Returns (y, ratios): y [B, T, D] in x's dtype is the sum of the chosen experts' outputs by their gates.
 
-    The ratios are those of RoutingSums. `fraction_dropped` is that of the real tokens' choices that were not computed.
+    The ratios are as in RoutingSums; `fraction_dropped` counts the real tokens' choices that were not computed.
     """
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
-  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`, and `bias`.
+  """Routes each token to a few experts. Weights under `router`, `experts`, `shared_expert`, and `bias`.
 
   Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the others.
 
@@ -41,20 +41,20 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     router: router(x, token_mask, train=...) -> RouterOutput.
     experts: declares the experts' weights.
     computation: computes the experts' outputs.
-    shared_expert: a feed-forward sublayer of all tokens, whose output is added (DeepSeekMoE), or None.
+    shared_expert: a feed-forward sublayer for all tokens, whose output is added (DeepSeekMoE), or None.
     averages_shared_expert: whether the output is the mean over the shared expert and the k chosen ones instead:
       (shared + k * (routed + bias)) / (k + 1), as MegaBlocks' `shared_expert_weighted_sum`. Needs a router with k.
     use_bias: whether a weight `bias` [D] is added to the experts' sum, once, whatever the gates (MegaBlocks).
-    padding: what tokens of segment 0 do. 'ignored': they are not routed, and no loss or statistic counts them.
+    padding: how tokens of segment 0 are treated. 'ignored': they are not routed, and no loss or statistic counts them.
       'counted': they are not routed, but the losses are means over all positions, with scores and logits of 0 there
-      (T5X with `ignore_padding_tokens`). 'routed': they are tokens of zeros, which take slots and are counted (T5X
-      without); decoding ignores them.
+      (T5X with `ignore_padding_tokens`). 'routed': they are routed as zeros, take slots and are counted (T5X without);
+      decoding ignores them.
     load_balance_shards: the number of equal parts of the batch's tokens over which the balance loss is computed, see
       `routing_sums`; 1: over all tokens on all devices; 'groups': over each of the groups of the capacity (T5X).
-      Outside of training the largest smaller number that divides the tokens takes the place of a number.
+      Outside of training, a number that does not divide the tokens is replaced by the largest smaller one that does.
     load_balance_divide_by_k: see `load_balance_loss` (Praxis divides).
-    row_capacity: how many choices of a row's tokens each expert computes, the first ones, in decoding too
-      (transformers' Switch); None leaves it to `computation`.
+    row_capacity: each expert computes only the first `row_capacity` choices of a row's tokens, also in decoding
+      (transformers' Switch); None for no limit per row.
   """
 
   router: nn.Module
@@ -79,7 +79,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     if (row := self.row_capacity) is not None and (row < 1 or not hasattr(self.router, 'num_selected')):
       raise UserError(f'row_capacity={row} must be at least 1, with a router whose tokens choose experts.')
     if self.experts.dropout_rate and isinstance(self.computation, Dropless):
-      raise UserError(f'experts.dropout_rate={self.experts.dropout_rate} needs slots: take CapacityGather.')
+      raise UserError(f'experts.dropout_rate={self.experts.dropout_rate} needs slots: use CapacityGather.')
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -93,8 +93,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, dict[str, RoutingSums]]:
     """Returns ([B, T, D], {'routing': sums}). Tokens of segment 0 are padding, see `padding`.
 
-    The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`. Raises a
-    UserError if a router that looks ahead decodes, or load_balance_shards does not divide the training batch.
+    The loss adds the sums' values `load_balance_loss` and `router_z_loss` with its `aux_loss_weights`. Raises a
+    UserError if an ExpertChoiceRouter decodes, or load_balance_shards does not divide the training batch.
     """
     decoding = current_layer_scope().cache is not None
     token_mask = None if segment_ids is None else segment_ids != 0
@@ -133,7 +133,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     tokens, shards = whole_batch_tokens(routing), self.load_balance_shards
     if shards == 'groups':
       if not hasattr(self.computation, 'group_size'):
-        raise UserError("load_balance_shards='groups' needs groups: take CapacityGather.")
+        raise UserError("load_balance_shards='groups' needs groups: use CapacityGather.")
       if routing.slots is not None:
         return tokens[1]
       return tokens[0] // tokens_per_group(
@@ -153,7 +153,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
 
 
 class ExtraFfnBlock(TransformerBlock, kw_only=True):
-  """A TransformerBlock with one more feed-forward sublayer behind `ffn`, `extra_ffn` (ST-MoE: Zoph et al., 2022)."""
+  """A TransformerBlock with one more feed-forward sublayer after `ffn`, `extra_ffn` (ST-MoE: Zoph et al., 2022)."""
 
   extra_ffn: nn.Module
 

@@ -37,7 +37,7 @@ def multiply_by_megablox(rows: jax.Array, weights: jax.Array, group_sizes: jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(how: tuple[int, bool], rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """`how` is the number of rows in a tile, which divides R, and whether to interpret the kernel."""
+  """Multiplies by the kernel. `how`: the number of rows in a tile, which divides R, and whether to interpret it."""
   return _gmm(how, rows, weights, group_sizes, transpose=False)
 
 
@@ -78,7 +78,7 @@ _multiply.defvjp(lambda how, *arguments: (_multiply(how, *arguments), arguments)
 
 
 def _tile_of(size: int) -> int:
-  """Returns the tile of a dim of K or N: of the largest ones the one that wastes least, a multiple of 128."""
+  """Returns the tile size of K or N, a multiple of 128: among the largest ones, the one that pads least."""
   if size <= _LARGEST_TILE:
     return _round_up(size, _LANES)
   tiles = range(_LARGEST_TILE, _LARGEST_TILE // 2, -_LANES)

@@ -52,7 +52,7 @@ def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
     order = jax.lax.sort(flat_ids * num_rows + iota, is_stable=False) % num_rows
   else:
     order = jnp.argsort(flat_ids, stable=True).astype(jnp.int32)
-  if current_platform() == 'tpu':  # where a scatter writes one element after another
+  if current_platform() == 'tpu':  # a scatter would write one element after another
     _, positions = jax.lax.sort((order, iota), num_keys=1, is_stable=False)
     experts = jnp.arange(num_experts, dtype=flat_ids.dtype)
     group_sizes = jnp.sum(flat_ids[:, None] == experts[None, :], axis=0, dtype=jnp.int32)
@@ -71,7 +71,7 @@ def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
 def without_unrouted(permutation: Permutation) -> Permutation:
   """Returns a permutation by `sort_by_expert` in which assignments that are not routed have no position.
 
-  Whatever a network leaves in their rows is then not read.
+  Their rows, which may hold anything, are then never read.
   """
   positions, num_rows = permutation.positions, permutation.token_ids.shape[0]
   is_routed = positions < jnp.sum(permutation.group_sizes)
@@ -109,7 +109,7 @@ gather_rows.defvjp(
 def sum_rows(rows: jax.Array, permutation: Permutation) -> jax.Array:
   """Returns [n, D]: the sum of each token's rows, for rows [R, D]. The transpose of `gather_rows`.
 
-  Rows that no assignment has a position for may hold any value, NaN included, and their gradient has no meaning.
+  Rows to which no position points may hold any value, NaN included, and their gradient is undefined.
   """
   return _sum_per_token(rows, permutation.positions)
 
@@ -124,7 +124,7 @@ sum_rows.defvjp(
 def gather_gates(gates: jax.Array, permutation: Permutation) -> jax.Array:
   """Returns [R]: each row's gate, for gates [n, k]; 0 for a row without an assignment.
 
-  Rows that no assignment has a position for give the gates no gradient, whatever theirs is.
+  Rows to which no position points contribute no gradient to the gates.
   """
   return take_rows(gates.reshape(-1), permutation.assignments, in_bounds=permutation.is_full)
 

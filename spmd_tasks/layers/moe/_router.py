@@ -59,7 +59,7 @@ class RouterOutput(struct.PyTreeNode):
 
 
 def within_row_capacity(routing: RouterOutput, capacity: int) -> tuple[RouterOutput, tuple[jax.Array, jax.Array]]:
-  """Drops all but each expert's first `capacity` choices in each row; returns the rest, and (how many, of how many)."""
+  """Drops all but each expert's first `capacity` choices in each row; returns also (number dropped, of how many)."""
   assert routing.expert_ids is not None
   assert routing.gates is not None
   ids, num_experts = routing.expert_ids, routing.scores.shape[-1]
@@ -128,11 +128,11 @@ class TopKRouter(Router, kw_only=True):
     gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
     balance_bias: whether a bias per expert joins the scores for the choice only, not for the gates (balancing without
       an auxiliary loss: Wang et al., 2024).
-    num_groups: into how many groups of consecutive ids the experts fall; 1 for no groups.
+    num_groups: number of groups of experts with consecutive ids; 1 for no groups.
     num_selected_groups: a token chooses among the experts of this many groups, the best by `group_score` (DeepSeek-V2:
-      2024); None for all.
-    group_score: of a group: 'max', the best of its experts' scores (DeepSeek-V2), or 'top2_sum', the sum of the two
-      best, balance bias included (DeepSeek-V3: 2024).
+      2024); None for all groups.
+    group_score: score of a group: 'max', the best of its experts' scores (DeepSeek-V2), or 'top2_sum', the sum of the
+      two best, balance bias included (DeepSeek-V3: 2024).
   """
 
   num_selected: int
@@ -156,8 +156,8 @@ class TopKRouter(Router, kw_only=True):
     groups, experts = self.num_groups, self.num_experts
     if groups < 1 or experts % groups or (self.group_score == 'top2_sum' and experts // groups < 2):
       raise UserError(
-        f'num_groups={groups} must divide num_experts={experts}, with two experts or more in a group where '
-        "group_score='top2_sum' sums two of them."
+        f"num_groups={groups} must divide num_experts={experts}, and group_score='top2_sum' needs at least two experts "
+        'in a group: choose fewer groups.'
       )
     selected = groups if self.num_selected_groups is None else self.num_selected_groups
     if not 1 <= selected <= groups or self.num_selected > selected * (experts // groups):
@@ -172,7 +172,7 @@ class TopKRouter(Router, kw_only=True):
     """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real."""
     logits = self._logits(x, train=train)
     log_affinities = LOG_AFFINITIES[self.score_function](logits)
-    # Logits order the experts as the scores do, but have no ties where scores round to 0 or 1.
+    # Logits order the experts as the scores do, but have no ties when scores round to 0 or 1.
     preferences, bias = logits, None
     if self.balance_bias or self.group_score == 'top2_sum':
       preferences = jnp.exp(log_affinities)

@@ -71,7 +71,7 @@ class DerivedGroupSize:
         raise UserError(f'{name}={getattr(self, name)} of a group size must be at least 1.')
 
   def tokens(self, num_tokens: int) -> int:
-    """Returns S. Raises a UserError where Flaxformer would add tokens of padding."""
+    """Returns S. Raises a UserError if Flaxformer would add padding tokens."""
     step, least = self.num_groups_multiple_of, max(num_tokens // self.max_size, self.num_groups_multiple_of)
     for num_groups in range(-(-least // step) * step, num_tokens + 1, step):
       if num_tokens % num_groups == 0:
@@ -121,7 +121,7 @@ def expert_capacity(
 ) -> int:
   """Returns C = max(min_capacity, factor * num_choices * S / E, rounded), at most S: the slots for all tokens.
 
-  C = 0, of factor 0 or of a rounded 0 with `min_capacity` 0, gives C = S instead, which drops nothing.
+  If this is 0 (a factor of 0, or rounded to 0 with `min_capacity` 0), C is S, which drops nothing.
   """
   capacity = min(factor * num_choices * group_size / num_experts, group_size)
   capacity = max(min_capacity if factor else 0, int(capacity) if rounding == 'down' else round(capacity))
@@ -149,7 +149,7 @@ def assign_slots(
   """
   group_size, num_choices = expert_ids.shape[1:]
   if is_by_token:
-    in_order = expert_ids.reshape(expert_ids.shape[0], -1, 1)  # a choice of S * k tokens with one choice each
+    in_order = expert_ids.reshape(expert_ids.shape[0], -1, 1)  # as S * k tokens with one choice each
   else:
     in_order = expert_ids
   if priorities is None:
@@ -173,7 +173,7 @@ def assign_slots(
 def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
   """Fills the slots of one group in the order of tokens.
 
-  Of expert_ids int32 [S, k], assignments are numbered token by token: choice c of token s is assignment s * k + c.
+  Assignments of expert_ids int32 [S, k] are numbered by token: choice c of token s is assignment s * k + c.
   Returns int32 [E, C], the assignment in each slot, S * k for an empty slot; and int32 [S, k], the slot of each
   assignment, E * C for one without a slot.
   """

@@ -2,14 +2,14 @@
 
 `Stage` runs the layers of one stage on one microbatch, in a tick.
 
-`run_loop` is gpipe and circular: one scan over ticks, which JAX differentiates. Its backward pass is the same loop in
-reverse, with the same bubbles. Every tick of the forward pass keeps the values that the layers' remat policy selects,
-so memory grows with M.
+`run_loop` implements gpipe and circular: one scan over ticks, which JAX differentiates. Its backward pass is the same
+loop in reverse, with the same bubbles. Every tick of the forward pass saves the values that the layers' remat policy
+selects, so memory grows with M.
 
-`run_one_forward_one_backward` stores one activation per microbatch, whatever the layers are: what enters the stage. In
-a tick of its backward pass each stage runs one microbatch forward, for the activations within its layers, and at once
-backward. So these activations are stored of one microbatch only, and each layer runs forward twice. The loss is
-computed outside of the stack, after the last microbatch, so no stage can begin the backward pass earlier.
+`run_one_forward_one_backward` saves one activation per microbatch: the input of the stage. In each tick of its backward
+pass, a stage runs one microbatch forward again, to recompute the activations within its layers, and then backward. So
+these activations are held for one microbatch at a time, and each layer runs forward twice. The loss is computed outside
+of the stack, after the last microbatch, so no stage can begin the backward pass earlier.
 
 Shapes: B rows of a microbatch, T sequence, D model, L layers, P stages, M microbatches, K = M / P microbatches of each
 stage, V repeats, N layers of one stage in one repeat.
@@ -93,7 +93,7 @@ class Stage:
 
   @functools.cached_property
   def _traced_once(self) -> Callable[..., tuple[Microbatch, Any]]:
-    # One trace for all calls of a schedule, of which backward passes may run outside of the LayerScope.
+    # Traced once for all calls of a schedule: a backward pass may run outside of the LayerScope.
     return jax.jit(self._run, inline=True)
 
   def _run(
@@ -118,12 +118,12 @@ class Stage:
         layer_index = repeat * self.layers_per_repeat + position
         rngs = {'dropout': jax.random.fold_in(jax.random.fold_in(weights.rng, layer_index), index)}
       x = name_layer_input(x, self.remat_policy)
-      is_true = position < self.layers_per_repeat
-      layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
-      part = BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)
+      is_real = position < self.layers_per_repeat
+      layer_weights, block_input = gate_gradient((layer_weights, x), is_real & is_work)
+      part = BatchPart(index=index, count=self.num_microbatches, is_work=is_real & is_work)
       with layer_scope(part=part):
         y, aux = run_block(layer_weights, block_input, rngs)
-      return tree_where(is_true, y, x) if has_identity_layers else y, aux
+      return tree_where(is_real, y, x) if has_identity_layers else y, aux
 
     policy = remat_policy(self.remat_policy)
     if policy is None and self.num_repeats > 1:
@@ -139,18 +139,19 @@ class Stage:
 def split_by_gradient(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
   """Splits off the leaves that can have gradients: quantized weights are integers, which have none.
 
-  Returns (these leaves, a function that returns the tree with new ones in their places, and the other leaves as they
-  are; or None in the others' places, with `others=None`).
+  Returns (these leaves, join). `join(new)` returns the tree with `new` in their places; `join(new, others=None)` has
+  None in place of the other leaves.
   """
   leaves, structure = jax.tree.flatten(tree)
   is_floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
   def join(new: Sequence[Any], others: Sequence[Any] | None = tuple(leaves)) -> Any:
     rest = iter(new)
-    kept = [None] * len(leaves) if others is None else others
-    return jax.tree.unflatten(structure, [next(rest) if each else leaf for each, leaf in zip(is_floating, kept)])
+    fixed = [None] * len(leaves) if others is None else others
+    joined = [next(rest) if floating else leaf for floating, leaf in zip(is_floating, fixed)]
+    return jax.tree.unflatten(structure, joined)
 
-  return [leaf for leaf, each in zip(leaves, is_floating) if each], join
+  return [leaf for leaf, floating in zip(leaves, is_floating) if floating], join
 
 
 def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
@@ -158,7 +159,7 @@ def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
 
   A cotangent of 0 at the output of a block is not enough: an infinite derivative turns zeros into NaNs (an identity
   layer has weights of zero), and the gradient of a balance bias does not depend on it. The results of a `where` in the
-  forward pass would be kept for every tick.
+  forward pass would be saved for every tick.
   """
   floating, join = split_by_gradient(tree)
   return join(_gate(floating, is_open))
@@ -177,7 +178,7 @@ _gate.defvjp(
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-  """The remat policy 'none' for V > 1. Slices of the weights are not kept: every tick would keep a copy."""
+  """The remat policy 'none' for V > 1. Slices of the weights are not saved: every tick would save a copy."""
   return primitive.name not in ('dynamic_slice', 'squeeze')
 
 
@@ -186,8 +187,8 @@ def run_loop(
 ) -> tuple[jax.Array, Any]:
   """Runs one stage's part of the pipeline, in a region that is manual over the stage axis.
 
-  `microbatches` are the K of this stage, stacked. Returns (x of them after all layers, the aux of this stage's layers
-  [V, N, ...] summed over all microbatches).
+  `microbatches` are the K microbatches of this stage, stacked. Returns (their x after all layers, the aux of this
+  stage's layers [V, N, ...], summed over all microbatches).
   """
   return _run(stage, schedule, weights, microbatches, keep_inputs=False)[0]
 
@@ -195,7 +196,7 @@ def run_loop(
 def _run(
   stage: Stage, schedule: Schedule, weights: StageWeights, microbatches: Microbatch, *, keep_inputs: bool
 ) -> tuple[tuple[jax.Array, Any], Any]:
-  """Returns (what `run_loop` returns, what entered the stage in each tick, [ticks, ...], or None)."""
+  """Returns (the result of `run_loop`, the input of the stage in each tick, [ticks, ...], or None)."""
   axis, p = stage.axis, jax.lax.axis_index(stage.axis)
   # Stage 0 gets a result of the last stage one tick later, which is P ticks after the input entered. It needs the
   # result M ticks after the input entered; a delay line holds the result for the other M - P ticks.
@@ -271,8 +272,8 @@ def _backward(
     return tree_read(inputs, index + p)  # the tick in which the microbatch entered this stage
 
   def tick(carry, t):
-    # What entered is read one tick ahead. Read in the tick itself, XLA's CPU compiler would fuse the read into every
-    # operation that needs it, down to each element of the attention mask.
+    # The stage's input is read one tick ahead. If it were read in the tick itself, XLA's CPU compiler would fuse the
+    # read into every operation that needs it, down to each element of the attention mask.
     slots, above, entered, total = carry
     index, repeat, is_work = work(t)
     _, arriving = read_slot(slots, t, axis)

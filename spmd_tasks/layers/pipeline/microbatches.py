@@ -1,14 +1,14 @@
-"""Microbatches: how a batch is cut into them, and how they move between the stages of a pipeline.
+"""Cuts a batch into microbatches, and moves these between the stages of a pipeline.
 
 Shapes: B batch rows, P stages, M microbatches, K = M / P microbatches of each stage, T sequence, D model.
 
-Microbatch m has rows [m B / M, (m + 1) B / M) of the batch, whatever the mesh, so that the rows that share a dropout
-mask or a group of an expert's capacity do not depend on it. Stage p stores microbatches p K to (p + 1) K - 1. No row
+Microbatch m has rows [m B / M, (m + 1) B / M) of the batch, whatever the mesh: which rows share a dropout mask or a
+group of an expert's capacity does not depend on the mesh. Stage p stores microbatches p K to (p + 1) K - 1. No row
 moves between stages if the stage axis is the outermost of those that split the batch, as `stage_axis_rules` has it.
 Within a stage the other axes first split its rows, then the rows of each microbatch: an all-to-all, or nothing if K is
 1.
 
-Moving goes one neighbour per tick. Stage p stores the K microbatches from p K on in K slots. In every tick one slot,
+Data moves by one neighbour per tick. Stage p stores the K microbatches from p K on in K slots. In every tick one slot,
 the same on all stages, moves one stage down: stage 0 takes its own entry as input, and the last stage has room for a
 result. Slot t mod K moves in tick t, so that stage 0 processes microbatch t in tick t, and no stage ever stores more
 than K. These functions run in a region that is manual over the stage axis, on trees of arrays.
@@ -64,7 +64,7 @@ def _constrain(tree: Any, scope: ShardingScope, *spec: Any) -> Any:
 
   def constrain_leaf(x: jax.Array) -> jax.Array:
     even = even_spec(PartitionSpec(*spec), x.shape, scope.mesh.shape)
-    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))  # features stay split as they are
+    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))  # the other dims keep their sharding
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*even, *rest)))
 
   return jax.tree.map(constrain_leaf, tree)
@@ -89,7 +89,7 @@ def tree_write(tree: Any, index: jax.Array, entries: Any) -> Any:
 
 
 def tree_where(condition: jax.Array, if_true: Any, if_false: Any) -> Any:
-  """`jnp.where` with one scalar condition for all leaves."""
+  """Applies `jnp.where` with one scalar condition to all leaves."""
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 

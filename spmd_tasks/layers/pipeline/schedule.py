@@ -9,8 +9,8 @@ A stage without a microbatch in a tick has a *bubble*.
     stage 1   .  0  1  2  3          stage 1   .  0  1  0' 1'
 
 A circular tick runs 1/V of the layers. The bubble is P - 1 ticks for every V, so V repeats make it V times shorter.
-The backward pass has as many ticks: that of gpipe and circular is the forward pass in reverse; that of one forward, one
-backward takes the microbatches in their order, from the last stage to the first.
+The backward pass has as many ticks. In gpipe and circular it is the forward pass in reverse; one forward, one backward
+takes the microbatches in their order, from the last stage to the first.
 
 GPipe: Huang et al., 2019. Circular (interleaved) stages: Narayanan et al., 2021. One forward, one backward (PipeDream):
 Narayanan et al., 2019.

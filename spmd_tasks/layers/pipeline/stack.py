@@ -140,8 +140,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
   def _pipelined(self, scope: ShardingScope, axis: str, schedule: Schedule, batch: Microbatch, train: bool):
     if others := sorted(set(self.variables) - {'params'}):
       raise UserError(
-        f'the blocks of a pipeline keep variables beside their weights, {others}: that works in a TransformerStack '
-        'only; declare them as weights, or use one.'
+        f'a pipelined block has variables besides its weights, {others}: declare them as weights, or use a '
+        'TransformerStack.'
       )
     stage = Stage(
       block=self.block.clone(parent=None),
@@ -164,8 +164,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
         weights = weights._replace(layers=jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1), weights.layers))
       return run(stage, schedule, weights, microbatches)
 
-    weights = unbox_weights(self.variables['params']['layers'])  # kernels in int8 stay so until a layer reads them
-    # With zeros for the identity layers that fill up the stages.
+    weights = unbox_weights(self.variables['params']['layers'])  # int8 kernels stay int8 until a layer reads them
+    # Identity layers that fill up the stages have weights of zeros.
     weights = jax.tree.map(lambda w: padding.pad_evenly(w, layers_spec, scope.mesh.shape), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
     # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, and
@@ -187,19 +187,21 @@ class PipelinedStack(WithSublayers, kw_only=True):
 
 
 def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
-  """Returns what `scan_layers` returns, for init alone: all layers draw their weights side by side, from the same x.
+  """Returns what `scan_layers` returns, for init only: all layers draw their weights at once, from the same x.
 
-  The numbers are the same. XLA does not split a loop over devices: each stage would draw the weights of all stages.
+  The numbers are the same. XLA does not split a loop over devices: with a loop, each stage would draw all weights.
   """
 
-  def layer(block, x, given):
-    # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
+  def layer(block, x, inputs):
+    # nn.scan traces a layer twice, and the second trace continues the random numbers of the first: so does this one.
     outer = block.scope
-    known = {name: dict(outer.variables()[name]) for name in outer.variables()}  # none, unless init is traced again
-    first = flax.core.Scope(known, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
+    variables = {
+      name: dict(outer.variables()[name]) for name in outer.variables()
+    }  # empty, unless init is traced again
+    first = flax.core.Scope(variables, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
     first.rng_counters = outer.rng_counters
-    for each in (block.copy(parent=first), block):
-      _, aux = run_layer('block', each, x, **given, train=train)
+    for module in (block.copy(parent=first), block):
+      _, aux = run_layer('block', module, x, **inputs, train=train)
     refuse_plain_weights(block.variables.get('params', {}))
     return x, aux
 
