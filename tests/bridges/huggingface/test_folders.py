@@ -63,14 +63,13 @@ def write_folder(path, name, rng, dtype='float32'):
   config = CONFIGS[name]
   model = build_model(decoder_of(config))
   weights = random_weights(model, jax.numpy.dtype(dtype), rng)
-  # The origin selects the family; several may express the model.
-  path.mkdir(parents=True)
-  (path / 'config.json').write_text(json.dumps(config))
-  origin = open_folder(path)
-  shutil.rmtree(path)
-  origin.__dict__['_all_tensors'] = ({}, set())
+  # An origin without tensors selects the family; several may express the model.
+  origin_path = path.with_name(f'{path.name}_origin')
+  origin_path.mkdir(parents=True)
+  (origin_path / 'config.json').write_text(json.dumps(config))
+  save_file({}, origin_path / 'model.safetensors')
   lazy = {key: lazy_array(value) for key, value in weights.items()}
-  export_folder(path, model, lazy, origin=origin, dtype=dtype, max_shard_bytes=SHARD_BYTES)
+  export_folder(path, model, lazy, origin=open_folder(origin_path), dtype=dtype, max_shard_bytes=SHARD_BYTES)
   return model, weights
 
 

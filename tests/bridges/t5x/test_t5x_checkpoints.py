@@ -1,6 +1,7 @@
 """Exports checkpoints byte for byte as T5X, and reads them again."""
 
 import filecmp
+import functools
 import types
 
 from flax import serialization, traverse_util
@@ -14,6 +15,7 @@ from spmd_tasks.bridges.t5x._weights import Layout
 from spmd_tasks.bridges.t5x.origin import layout_of, moments_of, write_state
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, Learner
+from spmd_tasks.runtime import TrainState
 from spmd_tasks.sharding import WeightSpec
 
 L, D, H, K, F, E, V, N = 2, 64, 4, 16, 128, 8, 256, 32
@@ -138,12 +140,23 @@ class Model:
 
   def __init__(self, state):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    self.state = state
+    self._state = state
     self.canonical_state = types.SimpleNamespace(
       weights=self._abstract(state.weights, sharding),
       learner=types.SimpleNamespace(opt_state=self._abstract(state.learner.opt_state, sharding)),
     )
     self.abstract_state = self.padded_state = self.canonical_state
+
+  def init(self, seed):
+    """Returns a state of zeros."""
+    del seed
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    weights, learner = zeros(self._state.weights), zeros(self._state.learner)
+    return TrainState(step=jnp.int32(0), rng=jax.random.key(0), weights=weights, learner=learner, non_trainable={})
+
+  def from_canonical(self, canonical, part):
+    del part
+    return canonical  # without padding
 
   @staticmethod
   def _abstract(tree, sharding):
@@ -166,20 +179,16 @@ def test_exported_states_are_restored(shapes, layout, settings, rng, tmp_path):
   assert checkpoint.step == 20
   assert Layout.of(checkpoint.weights, '') == Layout(**{**vars(layout), 'source': ''})
   origin, model = T5xOrigin(path=str(tmp_path)), Model(state)
-  read, weights = origin._lazy_weights(model, checkpoint)
-  flat = traverse_util.flatten_dict(state.weights, sep='/')
-  for name, array in flat.items():
-    np.testing.assert_array_equal(weights[name], array, err_msg=name)
   variables, step, place = origin.weights(model, lambda state: state.variables)  # for eval and decode jobs
   assert (step, place) == (20, str(checkpoint.path))
   jax.tree.map(np.testing.assert_array_equal, variables['params'], state.weights)
-  moments = origin._lazy_moments(model, checkpoint, read)
-  expected = [
-    moment for by_weight in moments_of(state.learner.opt_state, flat).values() for moment in by_weight.values()
-  ]
-  assert len(moments) == len(expected) > len(flat)
-  for name, array in expected:
-    np.testing.assert_array_equal(np.asarray(moments[name]), array, err_msg=name)
+  restored, step, _ = origin.start(model, 0)  # for training jobs
+  assert step == restored.step == 20
+  jax.tree.map(np.testing.assert_array_equal, restored.weights, state.weights)
+  flat = traverse_util.flatten_dict(state.weights, sep='/')
+  moments, expected = (moments_of(s.learner.opt_state, flat) for s in (restored, state))
+  assert sum(map(len, expected.values())) > len(flat)
+  jax.tree.map(np.testing.assert_array_equal, moments, expected)
   arrays = {name: array.shape for name, array in checkpoint.arrays.items()}
   if layout.heads_apart:  # like `scalable_t5` without a scan
     assert arrays['target/decoder/layers_1/self_attention/out/kernel'] == (H, K, D)
@@ -194,33 +203,30 @@ def test_exported_states_are_restored(shapes, layout, settings, rng, tmp_path):
 
 def test_parts_are_restored_by_assignment_maps(rng, tmp_path):
   state = state_of(DECODER_ONLY, rng)
-  checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
+  write_state(tmp_path, state, Layout(decoder_only=True))
   model = Model(state)
 
-  def lazy_weights(**settings):
+  def restore(**settings):
     origin = T5xOrigin(path=str(tmp_path), with_optimizer=False, **settings)
-    return origin._lazy_weights(model, checkpoint)[1]
+    return traverse_util.flatten_dict(origin.start(model, 0)[0].weights, sep='/')
 
-  some = lazy_weights(assignment_map=((r'target/decoder/logits_dense/.*', None),))
-  assert DECODER_ONLY.keys() - some.keys() == {'embedding/softmax_kernel'}
-  turned = lazy_weights(assignment_map=((r'target/decoder/layers_0/(.*_norm/scale)', r'target/decoder/layers_1/\1'),))
+  weights = restore(assignment_map=((r'target/decoder/logits_dense/.*', None),))
+  assert {name for name, weight in weights.items() if not weight.any()} == {'embedding/softmax_kernel'}
+  weights = restore(assignment_map=((r'target/decoder/layers_0/(.*_norm/scale)', r'target/decoder/layers_1/\1'),))
   norms = state.weights['stack']['layers']['ffn_norm']['scale']
-  np.testing.assert_array_equal(np.asarray(turned['stack/layers/ffn_norm/scale']), norms[np.array([1, 1])])
+  np.testing.assert_array_equal(weights['stack/layers/ffn_norm/scale'], norms[np.array([1, 1])])
   with pytest.raises(UserError, match=r'patterns that match no weight: target/nothing'):
-    lazy_weights(assignment_map=(('target/nothing', None),))
+    restore(assignment_map=(('target/nothing', None),))
   del model.canonical_state.weights['stack']['layers']['ffn_norm']
   with pytest.raises(UserError, match='has decoder/layers_0/pre_mlp_layer_norm/scale'):
-    lazy_weights()
+    restore()
 
 
 def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
-  state = state_of(DECODER_ONLY, rng)
-  checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
+  write_state(tmp_path, state_of(DECODER_ONLY, rng), Layout(decoder_only=True))
   other = Model(state_of(DECODER_ONLY, rng, min_dim_size_to_factor=1000))
-  origin = T5xOrigin(path=str(tmp_path))
-  layout, _ = origin._lazy_weights(other, checkpoint)
   with pytest.raises(UserError, match=r'moments \(v\)(.|\n)*Adafactor.as_t5x'):
-    origin._lazy_moments(other, checkpoint, layout)
+    T5xOrigin(path=str(tmp_path)).start(other, 0)
 
 
 def test_other_files_are_refused(tmp_path):
