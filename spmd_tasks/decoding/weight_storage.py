@@ -217,7 +217,8 @@ def find_kernels(paths: set[tuple[str, ...]]) -> Iterator[None]:
   """Context in which a model is traced: adds the paths in `params` of kernels that can be one array per layer."""
 
   def note(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
-    if type(layer) is Linear and layer.product is None and len(current_layer_scope().cache.layers) == 1:
+    cache = current_layer_scope().cache  # None in an encoder, whose layers have no numbers
+    if type(layer) is Linear and layer.product is None and cache is not None and len(cache.layers) == 1:
       kernel = layer.variables.get('params', {}).get('kernel')
       if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
         paths.add((*layer.path, 'kernel'))

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding import DecodeSteps, weight_storage
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiments.moe import UnevenExperts
+from spmd_tasks.experiments.t5 import V11Tiny
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import Quantized
 from tests.decoding.runs import draw, place
@@ -65,3 +67,13 @@ def test_int8_takes_a_quarter_of_the_kernels_and_leaves_what_is_sensitive(run):
       assert leaf.dtype == jnp.float32, name
   assert sum(map(is_leaf, kinds.values())) >= 6
   assert not any(is_leaf(leaf) for name, leaf in kinds.items() if 'embed' in name.split('/')[0] or 'router' in name)
+
+
+def test_an_encoder_keeps_its_stack(monkeypatch):
+  """Of a step on one CPU device, the decoder's kernels are one array per layer."""
+  monkeypatch.setattr(weight_storage, '_LEAST', 1)
+  model, _ = make_model(V11Tiny, (1, 1, 1))
+  steps = DecodeSteps(model)
+  arranged = steps.model.arrange(steps.model.storage.padded)
+  assert set(arranged[weight_storage.LAYER_KERNELS]) == {'stack'}
+  assert 'case' in steps.step.lower().as_text()
