@@ -211,10 +211,10 @@ class MixtureIterator(base.InputIterator):
           _write_rows(reader.name, batch, selected, values)
       elif (count := int((choice == source).sum())) > 0:
         indices = np.cumsum(choice == source)[own][rows] - 1
-        if (values := reader.next_rows(count, indices.tolist())) is None:
+        if (next_rows := reader.next_rows(count, indices.tolist())) is None:
           ended.append(reader)
           return None
-        _write_rows(reader.name, batch, rows, values)
+        _write_rows(reader.name, batch, rows, next_rows)
     row_sources = self._source_of_leaf[choice[own], None]
     return {**batch, 'row_sources': row_sources == np.arange(len(self._settings.sources))}
 
