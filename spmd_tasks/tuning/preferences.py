@@ -288,7 +288,8 @@ def without_references(source: Input) -> Input:
   """Returns an input or a mixture with zeros for references that are not computed yet."""
 
   def without_reference(name: str, source: Input) -> Input:
-    has_none = isinstance(source, PreferenceInput) and source.reference is None
-    return source.without_reference() if has_none else source
+    if isinstance(source, PreferenceInput) and source.reference is None:
+      return source.without_reference()
+    return source
 
   return map_sources(without_reference, source)
