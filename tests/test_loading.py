@@ -138,7 +138,7 @@ def test_a_draft_model_has_the_same_tokens(tmp_path):
   request, _ = tokenizer.request(Prompt(prompt='the cat', **asked), 'here')
   ((_, completion),) = generate(steps, variables, [request], decode=tokenizer.decode)
   assert completion.num_accepted == completion.num_drafted > 0
-  with pytest.raises(UserError, match=r"draft_model='.*/c' has other tokens than hf.Model: name a model"):
+  with pytest.raises(UserError, match=r"draft_model='.*/c' has other tokens than hf.Model: choose a model"):
     load_with(folders[2]).generate(['the cat'])
   with pytest.raises(UserError, match=r'draft_model=.*: set num_drafts'):
     load(folders[0], overrides=[*settings, f'task.decode.draft_model={folders[1]}'], mesh=one_device)

@@ -1,15 +1,14 @@
-"""Verifies an experiment: one device, any mesh, pipelines, microbatches and so on give the same numbers.
+"""Verifies that an experiment gives the same numbers on one device, on any mesh, in pipelines, with microbatches, etc.
 
     source = Source(flags=('--exp', 'lm.UnevenTiny'), resolve=resolve)      # resolve(overrides) -> (job, values)
     bench = Bench(source, num_devices=8)
     for case in CLAIMS['mesh'].cases(bench):
       print(case.subject, case.decide(bench).status)
 
-Read `mode.py` first, with the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
-step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
-difference may be. `_by_hand.py` is a reference that shares no code with the train step, by `_formulas.py`.
-`_settings.py` draws meshes, makes an experiment tiny, cuts batches and makes rows differ. The files `*_claims.py` have
-the cases.
+Start with `mode.py`, which has the table of claims, and `_cases.py`, which decides one case. `_runner.py` has a train
+step that also returns gradients; `_agreement.py` compares its steps with a reference and defines how large a difference
+may be. `_formula_runner.py` is a reference that shares no code with the train step; it uses `_formulas.py`.
+`_settings.py` samples meshes, shrinks an experiment, and changes batches. The cases are in the files `*_claims.py`.
 """
 
 from spmd_tasks.extensions import Extension, Flag, Mode

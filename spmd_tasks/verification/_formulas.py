@@ -1,7 +1,7 @@
-"""The formulas of a train step, written down a second time: the loss of language models, and the learner's update.
+"""A second implementation of the formulas of a train step: the loss of language models, and the learner's update.
 
-They are for comparison alone: no code is shared with the loss, the optimizer or the learner that they stand for. What
-has no formula here (a user's own loss, an optimizer but AdamW, a schedule but LinearWarmupCosine) is called as it is.
+It is only a reference, and shares no code with the loss, the optimizer and the learner. A user's own loss, optimizers
+other than AdamW and schedules other than LinearWarmupCosine have no formula here; they are called directly.
 
 Shapes: B batch rows, T sequence, V vocabulary, L layers.
 """
@@ -26,14 +26,14 @@ from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, SPLIT_BY_DEFAULT
 
 
 def has_loss_formula(loss: Any) -> bool:
-  """Whether `language_model_loss` is the formula of a loss."""
+  """Returns whether `language_model_loss` is the formula of a loss."""
   return isinstance(loss, LanguageModelLoss) and type(loss).__call__ is LanguageModelLoss.__call__
 
 
 def language_model_loss(
   loss: LanguageModelLoss, predictions: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> LossOutput:
-  """Computes the loss of logits [B, T, V], and its metrics, from the definitions in its docstring."""
+  """Computes the loss of logits [B, T, V] and its metrics, from the definitions in LanguageModelLoss's docstring."""
   weights = batch['weights'].astype(jnp.float32)
   log_probs = jax.nn.log_softmax(predictions['logits'].astype(jnp.float32))
   vocab_size = log_probs.shape[-1]
@@ -64,8 +64,8 @@ def language_model_loss(
     case 'sequences':
       ids = batch.get('segment_ids', jnp.ones_like(batch['labels']))
       is_same = ids[:, :, None] == ids[:, None, :]
-      of_document = jnp.sum(is_same * weights[:, None, :], axis=-1)
-      shares = jnp.where(of_document == 0, 0.0, weights / jnp.where(of_document == 0, 1.0, of_document))
+      document_weight = jnp.sum(is_same * weights[:, None, :], axis=-1)
+      shares = jnp.where(document_weight == 0, 0.0, weights / jnp.where(document_weight == 0, 1.0, document_weight))
       weight, value = jnp.sum(shares), mean(objective, shares)
     case divisor:
       is_sum = True
@@ -77,14 +77,14 @@ def language_model_loss(
   if loss.z_loss_weight:
     metrics['z_loss'] = (mean(z_loss, weights), num_tokens)
   for name, values in predictions.get('aux', {}).items():
-    of_layers = jnp.atleast_1d(values).astype(jnp.float32)
-    metrics[name] = (jnp.where(num_tokens == 0, 0.0, jnp.sum(of_layers, axis=0) / len(of_layers)), num_tokens)
-  value += sum(share * metrics[name][0] for name, share in loss.aux_loss_weights.items())
+    layer_values = jnp.atleast_1d(values).astype(jnp.float32)
+    metrics[name] = (jnp.where(num_tokens == 0, 0.0, jnp.sum(layer_values, axis=0) / len(layer_values)), num_tokens)
+  value += sum(weight * metrics[name][0] for name, weight in loss.aux_loss_weights.items())
   return LossOutput(loss=value, weight=weight, is_sum=is_sum, metrics=metrics)
 
 
 def learning_rate_at(rate: Any, step: int) -> float:
-  """Returns the learning rate of the update after `step` others."""
+  """Returns the learning rate at a step."""
   if not isinstance(rate, LinearWarmupCosine):
     return float(rate(np.int32(step)) if callable(rate) else rate)
   if step < rate.warmup_steps:
@@ -104,27 +104,31 @@ def update(
   weight_specs: Any,
   factors: Any = None,
 ) -> tuple[Any, LearnerState, dict[str, float]]:
-  """Computes what `Learner.update` does, in numpy, float64: (new weights, new state, metrics)."""
+  """Computes `Learner.update` in float64 numpy: (new weights, new state, metrics)."""
   old, gradients, specs = (without_frozen(tree, weight_specs) for tree in (weights, gradients, weight_specs))
   if learner.expert_grad_scale != 1:
     gradients = scale_expert_grads(gradients, specs, learner.expert_grad_scale)
   gradients = _float64(gradients)
-  directed, optimized, optimized_specs = (without_tag(x, specs, BALANCE_BIAS_TAG) for x in (gradients, old, specs))
-
-  def direct(gradients: Any) -> tuple[Any, Any]:
-    rest = (state.opt_state, optimized, optimized_specs, learning_rate_at(rate, step) if rate is not None else None)
-    return _direction(learner.optimizer, gradients, *rest, loss, step)
-
+  optimized_gradients, optimized, optimized_specs = (
+    without_tag(tree, specs, BALANCE_BIAS_TAG) for tree in (gradients, old, specs)
+  )
   rate = learner.optimizer.learning_rate
-  rests = _resting(learner.optimizer, directed, direct)
-  directed = jax.tree.map(lambda g, rests: np.zeros_like(g) if rests else g, directed, rests)
-  grad_norm = _norm(directed)
+  learning_rate = None if rate is None else learning_rate_at(rate, step)
+
+  def optimize(gradients: Any) -> tuple[Any, Any]:
+    arguments = (state.opt_state, optimized, optimized_specs, learning_rate, loss, step)
+    return _direction(learner.optimizer, gradients, *arguments)
+
+  is_untrained = _untrained_weights(learner.optimizer, optimized_gradients, optimize)
+  optimized_gradients = jax.tree.map(
+    lambda g, untrained: np.zeros_like(g) if untrained else g, optimized_gradients, is_untrained
+  )
+  grad_norm = _norm(optimized_gradients)
 
   def weight_norm(weights: Any) -> float:
-    return _norm(jax.tree.map(lambda _, w, rests: None if rests else np.float64(w), specs, weights, rests))
+    return _norm(jax.tree.map(lambda _, w, out: None if out else np.float64(w), specs, weights, is_untrained))
 
   is_finite = bool(np.isfinite(loss) and np.isfinite(grad_norm))
-  learning_rate = None if rate is None else learning_rate_at(rate, step)
   metrics = {'grad_norm': grad_norm, 'skipped': float(not is_finite)}
   metrics |= {} if learning_rate is None else {'learning_rate': learning_rate}
   if not is_finite:
@@ -133,17 +137,17 @@ def update(
     return weights, state, metrics | {'weight_norm': weight_norm(old)}
   if learner.clip_global_norm is not None:
     scale = min(1.0, learner.clip_global_norm / grad_norm) if grad_norm else 1.0
-    directed = jax.tree.map(lambda g: g * scale, directed)
-  directions, opt_state = direct(directed)
+    optimized_gradients = jax.tree.map(lambda g: g * scale, optimized_gradients)
+  directions, opt_state = optimize(optimized_gradients)
   if not learner.optimizer.applies_learning_rate:
     directions = jax.tree.map(lambda d: learning_rate * d, directions)
 
-  def stepped(spec, weight, gradient, direction):
+  def new_weight(spec, weight, gradient, direction):
     if BALANCE_BIAS_TAG in spec.tags:
       direction = learner.balance_bias_rate * np.sign(gradient)
     return (np.asarray(weight, np.float64) - direction).astype(weight.dtype)
 
-  new = jax.tree.map(stepped, specs, old, gradients, directions)
+  new = jax.tree.map(new_weight, specs, old, gradients, directions)
   if factors is not None:
     new = jax.tree.map(np.asarray, multiply_by_factors(new, specs, factors))
   average = state.ema_weights
@@ -153,21 +157,21 @@ def update(
   return fill_in(new, weights), state, metrics | {'weight_norm': weight_norm(new)}
 
 
-def _resting(optimizer: Any, gradients: Any, direct: Any) -> Any:
-  """Returns a tree of bools: which weights stay where they are, even if their gradient is NaN."""
+def _untrained_weights(optimizer: Any, gradients: Any, optimize: Any) -> Any:
+  """Returns a tree of bools: true for weights that do not change, and whose gradient may even be NaN."""
   treedef: Any
   leaves, treedef = jax.tree.flatten(gradients)
-  unmoved: list[int] = []
-  if not isinstance(optimizer, OptimizerSettings):  # one of ours trains all of its weights
-    unmoved = [i for i, direction in enumerate(jax.tree.leaves(direct(gradients)[0])) if not np.any(direction)]
+  untrained: list[int] = []
+  if not isinstance(optimizer, OptimizerSettings):  # our own optimizers train all weights
+    untrained = [i for i, direction in enumerate(jax.tree.leaves(optimize(gradients)[0])) if not np.any(direction)]
 
   def are_read(indices: list[int]) -> bool:
-    poisoned = [np.full_like(g, np.nan) if i in indices else g for i, g in enumerate(leaves)]
-    return any(np.isnan(x).any() for x in jax.tree.leaves(_float64(direct(treedef.unflatten(poisoned)))))
+    with_nans = [np.full_like(g, np.nan) if i in indices else g for i, g in enumerate(leaves)]
+    return any(np.isnan(x).any() for x in jax.tree.leaves(_float64(optimize(treedef.unflatten(with_nans)))))
 
-  if unmoved and are_read(unmoved):
-    unmoved = [i for i in unmoved if not are_read([i])]
-  return treedef.unflatten([i in unmoved for i in range(len(leaves))])
+  if untrained and are_read(untrained):
+    untrained = [i for i in untrained if not are_read([i])]
+  return treedef.unflatten([i in untrained for i in range(len(leaves))])
 
 
 def _direction(
@@ -186,7 +190,7 @@ def _direction(
 
 
 def _adamw(optimizer: AdamW, gradients: Any, state: Any, weights: Any, specs: Any) -> tuple[Any, Any]:
-  """Adam's direction (Kingma and Ba, arXiv 1412.6980, algorithm 1), and decoupled decay of what is not exempt."""
+  """Adam's direction (Kingma and Ba, arXiv 1412.6980, algorithm 1) with decoupled decay of non-exempt weights."""
   moments, *rest = state
   count = int(moments.count) + 1
   beta1, beta2 = optimizer.beta1, optimizer.beta2

@@ -1,9 +1,9 @@
-"""The claims about a trained state: evaluated, saved and restored on another mesh, and computed in fewer bits.
+"""The claims about a trained state: it is evaluated, restored on another mesh, and trained in lower precision.
 
-bfloat16 keeps 8 bits of a number, so it rounds by up to 2^-8 of it. What one such rounding of every weight does to the
-float32 loss and gradient is measured. The model rounds every weight once, and every value between its layers too, so
-several times that distance is expected, and no more than ROUNDED_VALUES times. No distance at all would mean that
-nothing was computed in bfloat16. Products in int8 and fp8 are compared in the same way, by the rounding of their types.
+bfloat16 has 8 significant bits, so a number's rounding error is up to 2^-8 of it. The distance of the float32 loss and
+gradient for weights that are rounded once is measured. The model rounds every weight once and every activation too, so
+its distance may be several times larger, up to ROUNDED_VALUES times. A distance of 0 means that nothing was computed in
+bfloat16. Products in int8 and fp8 are compared in the same way, with the rounding errors of their dtypes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,16 @@ import numpy as np
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.quantized_products import rules_of
-from spmd_tasks.verification._agreement import Difference, compare, compare_step, distance, moved, nearest, spread
-from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, skipped
+from spmd_tasks.verification._agreement import (
+  Difference,
+  closest_to_allowed,
+  compare,
+  compare_step,
+  max_difference,
+  perturb_weights,
+  spread,
+)
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken_verdict, held_verdict, skipped_case
 from spmd_tasks.verification._layout_claims import other_mesh
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
 from spmd_tasks.verification._settings import Setting, draw_batches, with_quantization
@@ -33,7 +41,7 @@ def eval_cases(bench: Bench) -> Iterator[Case]:
   own = Setting(mesh=bench.own_mesh)
   setting = own if own.num_devices > 1 else Setting(mesh=other_mesh(bench))
   if setting.num_devices == 1:
-    yield skipped('eval', 'evaluation', 'there is one device')
+    yield skipped_case('eval', 'evaluation', 'there is one device')
     return
   yield Case(
     claim='eval',
@@ -48,18 +56,19 @@ def _compare_evaluations(bench: Bench, setting: Setting) -> Verdict:
   step = bench.num_steps - 1
   state, epsilon = expected.state(step), expected.runner.epsilon
   rng = np.random.default_rng((bench.seed, 30))
-  states = [state, *(moved(state, epsilon, rng) for _ in range(3))]
+  states = [state, *(perturb_weights(state, epsilon, rng) for _ in range(3))]
   sources = dict(expected.runner.job.eval_inputs) or {'train': expected.runner.job.train_input}
-  compared: list[Difference] = []
+  all_differences: list[Difference] = []
   for name, source in sources.items():
     batch = draw_batches(source, 2, bench.seed)[-1]
-    alone, *samples = _evaluate(expected.runner, states, batch)
-    (other,) = _evaluate(runner, [state], batch)
-    wrong, every, _ = compare(alone, other, spread(alone, samples), epsilon, step)
-    if wrong:
-      return broken(bench, 'eval', setting, dataclasses.replace(wrong[0], leaf=f'{name}: {wrong[0].leaf}'))
-    compared += every
-  return held(nearest(compared), 1)
+    reference, *samples = _evaluate(expected.runner, states, batch)
+    (metrics,) = _evaluate(runner, [state], batch)
+    too_large, differences, _ = compare(reference, metrics, spread(reference, samples), epsilon, step)
+    if too_large:
+      worst = dataclasses.replace(too_large[0], leaf=f'{name}: {too_large[0].leaf}')
+      return broken_verdict(bench, 'eval', setting, worst)
+    all_differences += differences
+  return held_verdict(closest_to_allowed(all_differences), 1)
 
 
 def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]) -> list[Leaves]:
@@ -82,10 +91,10 @@ def _mean(average: clu_metrics.Average) -> np.ndarray:
 
 
 def checkpoint_cases(bench: Bench) -> Iterator[Case]:
-  """Yields the case that a checkpoint of the experiment's mesh goes on, on another mesh, as if nothing had happened."""
+  """Yields the case that training resumes on another mesh from a checkpoint of the experiment's mesh."""
   saved, restored = Setting(mesh=bench.own_mesh), Setting(mesh=other_mesh(bench))
   if saved.num_devices == restored.num_devices == 1:
-    yield skipped('checkpoint', 'saved and restored', 'there is one device')
+    yield skipped_case('checkpoint', 'saved and restored', 'there is one device')
     return
   yield Case(
     claim='checkpoint',
@@ -103,24 +112,25 @@ def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict
     checkpointer = Checkpointer(directory)
     checkpointer.save(_SAVED_AFTER, source.model.to_canonical(source.place(before)), input_state={})
     checkpointer.close()
-    found = Checkpointer(directory, read_only=True).restore(target.model.canonical_state)
-    assert found is not None
-    live = target.model.from_canonical(found.state)
-  state, nonzero_padding = target.to_numpy(live)
-  want = leaves_of(before)
-  others = [Difference(step=_SAVED_AFTER, leaf=f'padding of {name}') for name in nonzero_padding]
-  others += [
-    Difference(step=_SAVED_AFTER, leaf=name, difference=distance(value, want[name]))
+    checkpoint = Checkpointer(directory, read_only=True).restore(target.model.canonical_state)
+    assert checkpoint is not None
+    padded = target.model.from_canonical(checkpoint.state)
+  state, nonzero_padding = target.to_numpy(padded)
+  leaves = leaves_of(before)
+  differences = [Difference(step=_SAVED_AFTER, leaf=f'padding of {name}') for name in nonzero_padding]
+  differences += [
+    Difference(step=_SAVED_AFTER, leaf=name, difference=max_difference(value, leaves[name]))
     for name, value in leaves_of(state).items()
-    if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f')
+    if not np.array_equal(value, leaves[name], equal_nan=value.dtype.kind == 'f')
   ]
-  if others:
-    return broken(bench, 'checkpoint', restored, others[0])
-  wrong, every = compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER])[1])
-  if wrong is not None:
-    return broken(bench, 'checkpoint', restored, wrong)
-  verdict = held(nearest(every), 1)
-  return dataclasses.replace(verdict, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
+  if differences:
+    return broken_verdict(bench, 'checkpoint', restored, differences[0])
+  _, result = target.step_from(padded, expected.batches[_SAVED_AFTER])
+  worst, step_differences = compare_step(expected, _SAVED_AFTER, result)
+  if worst is not None:
+    return broken_verdict(bench, 'checkpoint', restored, worst)
+  verdict = held_verdict(closest_to_allowed(step_differences), 1)
+  return dataclasses.replace(verdict, detail=f'every bit of {len(leaves)} leaves; then {verdict.detail}')
 
 
 ROUNDING = 2.0**-8
@@ -129,13 +139,12 @@ _NUM_SAMPLES = 3
 
 
 def precision_cases(bench: Bench) -> Iterator[Case]:
-  """Yields the case that the experiment with every `dtype` of its model set to bfloat16 is near."""
+  """Yields the case that the experiment with every `dtype` of its model set to bfloat16 is close to float32."""
   values = bench.source.values
-  own = ['dtype'] if values.get('dtype') == 'float32' else []  # the experiment's field sets those of all parts
+  own = ['dtype'] if values.get('dtype') == 'float32' else []  # the experiment's field sets the dtype of all layers
   paths = own or [path for path in bench.source.paths_ending('dtype') if values[path] == 'float32']
   if not paths:
-    reason = 'no part of the model has a field dtype that is float32'
-    yield skipped('bfloat16', 'bfloat16', reason)
+    yield skipped_case('bfloat16', 'bfloat16', 'no part of the model has a field dtype that is float32')
     return
   setting = Setting(overrides=tuple(f'{path}=bfloat16' for path in paths))
   yield Case(
@@ -146,19 +155,19 @@ def precision_cases(bench: Bench) -> Iterator[Case]:
   )
 
 
-# A number of int8 is off by half of a 127th of its channel's largest, which is some three times a usual one.
+# The rounding error of int8 is up to 1/254 of the channel's largest entry, which is about three times a typical entry.
 _ROUNDINGS = {'int8': 2.0**-6, 'float8_e4m3fn': 2.0**-4, 'float8_e5m2': 2.0**-3}
 
 
 def quantization_cases(bench: Bench) -> Iterator[Case]:
-  """Yields the case that the experiment with its products in int8 or fp8 is near the one without."""
+  """Yields the case that the experiment with its int8 or fp8 products is close to the one without."""
   quantization = bench.source.quantization
-  used = [how for how in rules_of(quantization or {}).values() if how]
-  if not used:
-    yield skipped('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
+  products = [product for product in rules_of(quantization or {}).values() if product]
+  if not products:
+    yield skipped_case('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
     return
   setting = Setting(change=functools.partial(with_quantization, quantization))
-  rounding = max(_ROUNDINGS[dtype] for how in used for dtype in (how.dtype, how.gradient_dtype) if dtype)
+  rounding = max(_ROUNDINGS[dtype] for p in products for dtype in (p.dtype, p.gradient_dtype) if dtype)
   yield Case(
     claim='quantization',
     subject=f'task.quantization={quantization}',
@@ -170,42 +179,41 @@ def quantization_cases(bench: Bench) -> Iterator[Case]:
 def _compare_precisions(claim: str, setting: Setting, rounding: float, bench: Bench) -> Verdict:
   exact, rounded = bench.trajectory(Setting()), bench.runner(setting)
   rng = np.random.default_rng((bench.seed, 50))
-  compared: list[Difference] = []
+  differences: list[Difference] = []
   for step in range(bench.num_steps):
     state, batch, expected = exact.state(step), exact.batches[step], exact.result(step)
-    samples = [exact.runner.step(moved(state, rounding, rng), batch) for _ in range(_NUM_SAMPLES)]
-    found = _distances(expected, rounded.step(state, batch))
+    samples = [exact.runner.step(perturb_weights(state, rounding, rng), batch) for _ in range(_NUM_SAMPLES)]
     spreads = [_distances(expected, sample) for sample in samples]
-    for leaf, difference in found.items():
+    for leaf, difference in _distances(expected, rounded.step(state, batch)).items():
       allowed = ROUNDED_VALUES * max(spread[leaf] for spread in spreads)
-      compared.append(Difference(step=step + 1, leaf=leaf, difference=difference, allowed=allowed))
-  compared += _of_curves(bench, setting, rounding)
-  if not any(each.difference for each in compared):
+      differences.append(Difference(step=step + 1, leaf=leaf, difference=difference, allowed=allowed))
+  differences += _compare_curves(bench, setting, rounding)
+  if not any(d.difference for d in differences):
     kind = 'bfloat16' if claim == 'bfloat16' else 'int8 or fp8'
-    raise UserError(f'the loss and the gradient are those of float32, bit for bit: nothing is computed in {kind}.')
-  wrong = [each for each in compared if not each.difference <= each.allowed]
-  if wrong:
-    return broken(bench, claim, setting, wrong[0])
-  return held(nearest(compared), bench.num_steps)
+    raise UserError(f'the loss and the gradient equal float32 bit for bit, so nothing is computed in {kind}.')
+  too_large = [d for d in differences if not d.difference <= d.allowed]
+  if too_large:
+    return broken_verdict(bench, claim, setting, too_large[0])
+  return held_verdict(closest_to_allowed(differences), bench.num_steps)
 
 
 def _distances(expected: StepResult, other: StepResult) -> dict[str, float]:
-  """Returns how far the loss and the gradient, taken as one vector, are from float32's."""
+  """Returns the distances of two results: of the losses, and of the gradients as vectors."""
   names = [name for name in expected.forward if name.startswith('gradients/')]
   squares = sum(float(np.sum(np.square(expected.forward[name] - other.forward[name]))) for name in names)
   return {'loss': abs(float(expected.forward['loss'] - other.forward['loss'])), 'gradient': squares**0.5}
 
 
-def _of_curves(bench: Bench, setting: Setting, rounding: float) -> list[Difference]:
-  """Compares the losses of training without a stop, while the weights drift apart."""
+def _compare_curves(bench: Bench, setting: Setting, rounding: float) -> list[Difference]:
+  """Compares the losses of uninterrupted training, in which weights drift apart."""
   exact = bench.trajectory(Setting())
   rng = np.random.default_rng((bench.seed, 51))
   start, batches = exact.state(0), exact.batches
-  samples = [exact.runner.losses(moved(start, rounding, rng), batches) for _ in range(_NUM_SAMPLES)]
-  # Each step adds its own roundings to those of the steps before.
+  samples = [exact.runner.losses(perturb_weights(start, rounding, rng), batches) for _ in range(_NUM_SAMPLES)]
+  # Rounding errors accumulate over steps.
   spreads = np.maximum.accumulate(np.max(np.abs(np.array(samples) - exact.losses), axis=0))
   differences = np.abs(bench.runner(setting).losses(start, batches) - exact.losses)
-  leaf, allowed = 'loss of training without a stop', ROUNDED_VALUES * spreads
+  leaf, allowed = 'loss of uninterrupted training', ROUNDED_VALUES * spreads
   return [
     Difference(step=step, leaf=leaf, difference=float(d), allowed=float(a))
     for step, (d, a) in enumerate(zip(differences, allowed), 1)

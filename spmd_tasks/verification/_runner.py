@@ -1,7 +1,7 @@
-"""Runner: the compiled train step of an experiment in one setting, which also gives its gradients.
+"""Runner: the compiled train step of an experiment in one setting, which also returns its gradients.
 
-A Runner steps from any canonical state: `step` starts from the numbers that it is given, on whatever mesh, and returns
-everything that the step made: metrics, gradients, weights, optimizer state, as numpy arrays of canonical shapes.
+`Runner.step` starts from a canonical state, which does not depend on the mesh, and returns metrics, gradients, weights
+and optimizer state as numpy arrays with canonical shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/t
 
 
 class _GradientRecorder(BaseLearner):
-  """A learner that keeps the gradients of the last step in its state, beside the optimizer's state."""
+  """A learner whose state also has the gradients of the last step."""
 
   def __init__(self, learner: BaseLearner):
     self.learner = learner
@@ -37,8 +37,8 @@ class _GradientRecorder(BaseLearner):
     return with_gradients(self.learner.init(weights, weight_specs), zeros)
 
   def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, *arguments: Any, **named: Any) -> Any:
-    own = state.replace(opt_state=state.opt_state['optimizer'])
-    weights, new_state, metrics = self.learner.update(grads, loss, step, own, *arguments, **named)
+    learner_state = state.replace(opt_state=state.opt_state['optimizer'])
+    weights, new_state, metrics = self.learner.update(grads, loss, step, learner_state, *arguments, **named)
     return weights, with_gradients(new_state, grads), metrics
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -51,14 +51,14 @@ class _GradientRecorder(BaseLearner):
     return self.learner.evaluation_weights(state, weights, averaged=averaged)
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    own = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
-    float32 = jax.tree.map(lambda spec: dataclasses.replace(spec, init=None, dtype=jnp.float32), weight_specs)
-    float32 = without_frozen(float32, weight_specs)
-    return with_gradients(self.learner.state_split_dims(own, weight_specs), float32)
+    learner_state = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
+    gradient_specs = jax.tree.map(lambda spec: dataclasses.replace(spec, init=None, dtype=jnp.float32), weight_specs)
+    gradient_specs = without_frozen(gradient_specs, weight_specs)
+    return with_gradients(self.learner.state_split_dims(learner_state, weight_specs), gradient_specs)
 
 
 def with_gradients(state: LearnerState, gradients: Any) -> LearnerState:
-  """Returns the state that a learner has where the gradients of a step are recorded."""
+  """Returns a learner's state with the gradients of a step, as _GradientRecorder has it."""
   return state.replace(opt_state={'optimizer': state.opt_state, 'gradients': gradients})
 
 
@@ -67,9 +67,9 @@ class StepResult:
   """The results of one train step.
 
   Attributes:
-    forward: the task's metrics, the gradients and the variables beside the weights, by name.
-    state: the whole new state, canonical.
-    updated: the learner's metrics, new weights, optimizer state and averages, the count of steps and the rng, by name.
+    forward: the task's metrics, the gradients and the non-trainable variables, by name.
+    state: the whole new canonical state.
+    updated: the learner's metrics, new weights, optimizer state, averages, step count and rng, by name.
     nonzero_padding: names of leaves whose padding is not zero after the step.
   """
 
@@ -80,9 +80,9 @@ class StepResult:
 
 
 class Runner:
-  """The experiment in one setting: a partitioned model whose train step also gives its gradients."""
+  """The experiment in one setting: a partitioned model whose train step also returns its gradients."""
 
-  update_epsilon = float(jnp.finfo(jnp.float32).eps)  # the rounding unit of what the learner computes
+  update_epsilon = float(jnp.finfo(jnp.float32).eps)  # the rounding unit of the learner's update
 
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
@@ -95,21 +95,21 @@ class Runner:
   def init(self) -> TrainState:
     """Returns the canonical state at step 0, in numpy."""
     state = self.to_numpy(self.model.init(self.job.experiment.seed))[0]
-    return _away_from_base(state)
+    return _with_random_adapters(state)
 
   def start(self, state: TrainState) -> TrainState:
-    """Returns the state from which steps are compared."""
+    """Returns the state at which comparisons start."""
     return state
 
   def place(self, canonical: TrainState) -> TrainState:
-    """Returns the live state with the numbers of a canonical one, made on the host without a compiled program."""
+    """Converts a canonical state to a padded one on the mesh. Pads on the host, so it does not compile a program."""
 
-    def padded(x, true, target):
-      whole = np.zeros(target.shape, target.dtype)
-      whole[tuple(slice(0, size) for size in true.shape)] = np.asarray(x).reshape(true.shape)
-      return whole
+    def pad(x, true, target):
+      padded = np.zeros(target.shape, target.dtype)
+      padded[tuple(slice(0, size) for size in true.shape)] = np.asarray(x).reshape(true.shape)
+      return padded
 
-    state = jax.tree.map(padded, canonical, self.model.abstract_state, self.model.padded_state)
+    state = jax.tree.map(pad, canonical, self.model.abstract_state, self.model.padded_state)
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.model.padded_state))
 
   def step(self, canonical: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
@@ -117,60 +117,59 @@ class Runner:
     return self.steps(canonical, [batch])[0]
 
   def steps(self, canonical: TrainState, batches: Sequence[Mapping[str, np.ndarray]]) -> list[StepResult]:
-    """Takes one step after another, the state staying on the mesh."""
-    live, results = self.place(canonical), []
+    """Takes consecutive steps; the state stays on the mesh."""
+    padded, results = self.place(canonical), []
     for batch in batches:
-      live, result = self.step_from(live, batch)
+      padded, result = self.step_from(padded, batch)
       results.append(result)
     return results
 
   def losses(self, canonical: TrainState, batches: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Returns the loss of each of these steps, float64."""
-    live, losses = self.place(canonical), []
+    """Takes consecutive steps. Returns their losses, float64."""
+    padded, losses = self.place(canonical), []
     for batch in batches:
-      live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
+      padded, metrics = self.model.train_step(padded, self.model.train_step.place(batch))
       losses.append(float(metrics['loss']))
     return np.array(losses)
 
-  def step_from(self, live: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
-    """Takes one step from a live state, which is used up; returns the new one too."""
-    live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
-    canonical, nonzero_padding = self.to_numpy(live)
+  def step_from(self, padded: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
+    """Takes one step from a padded state, which is donated. Returns (new padded state, result)."""
+    padded, metrics = self.model.train_step(padded, self.model.train_step.place(batch))
+    canonical, nonzero_padding = self.to_numpy(padded)
     metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items() if name != 'outputs'}
-    return live, split_result(metrics, canonical, nonzero_padding)
+    return padded, split_result(metrics, canonical, nonzero_padding)
 
   def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
-    """Returns a live state in canonical shapes, and the names of leaves whose padding is not zero."""
+    """Converts a padded state to canonical numpy arrays. Returns (state, names of leaves with nonzero padding)."""
     nonzero = []
 
     def unpad(path, x, true, canonical):
-      x, kept = np.asarray(x), tuple(slice(0, size) for size in true.shape)
+      x, true_slices = np.asarray(x), tuple(slice(0, size) for size in true.shape)
       if x.shape != true.shape:
-        rest = x.copy()
-        rest[kept] = 0
-        if rest.any():
+        padding = x.copy()
+        padding[true_slices] = 0
+        if padding.any():
           nonzero.append(leaf_name(path))
-      return np.array(x[kept]).reshape(canonical.shape)
+      return np.array(x[true_slices]).reshape(canonical.shape)
 
     state = jax.tree_util.tree_map_with_path(
       unpad, jax.device_get(state), self.model.abstract_state, self.model.canonical_state
     )
     return state, tuple(nonzero)
 
-  def updated_from(self, before: TrainState, result: StepResult) -> Leaves:
-    """Computes what the learner makes, in this setting, of the gradients and the loss that another one had."""
+  def learner_update(self, before: TrainState, result: StepResult) -> Leaves:
+    """Applies this setting's learner to the gradients and the loss of another setting's step."""
     gradients = result.state.learner.opt_state['gradients']
     true = self.model.abstract_state
 
-    def reshaped(tree, shapes):
+    def reshape(tree, shapes):
       return jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), tree, shapes)
 
     weights, learner, metrics = self._update(
-      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true)
+      reshape(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshape(before, true)
     )
     step = before.step + (1 - np.asarray(metrics['skipped'], np.int32))
-    state = before.replace(step=step, weights=weights, learner=learner)
-    state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
+    state = reshape(before.replace(step=step, weights=weights, learner=learner), self.model.canonical_state)
     metrics = {name: np.asarray(value) for name, value in metrics.items()}
     return split_result(metrics, state, ()).updated
 
@@ -187,42 +186,42 @@ class Runner:
 
   @functools.cached_property
   def epsilon(self) -> float:
-    """The rounding unit of the coarsest type that the step computes in: 2^-23 for float32, 2^-7 for bfloat16."""
+    """The rounding unit of the coarsest dtype in the step: 2^-23 for float32, 2^-7 for bfloat16."""
     return rounding_unit(self.model.train_step.compile())
 
 
-def _away_from_base(state: TrainState) -> TrainState:
-  """Draws the matrices of adapters that start at zero.
+def _with_random_adapters(state: TrainState) -> TrainState:
+  """Replaces adapter matrices that start at zero by random ones.
 
-  With zeros the model is its base, so that a loss which compares the two is made of roundings alone.
+  With zeros the model equals its base, so a loss that compares the two would consist of rounding errors.
   """
   rng = np.random.default_rng(0)
 
-  def draw(path, leaf):
+  def replace(path, leaf):
     return rng.normal(0, 0.05, leaf.shape).astype(leaf.dtype) if leaf_name(path).endswith('lora_b') else leaf
 
-  return state.replace(weights=jax.tree_util.tree_map_with_path(draw, state.weights))
+  return state.replace(weights=jax.tree_util.tree_map_with_path(replace, state.weights))
 
 
 _COARSE_TYPES = {'bf16[': 'bfloat16', ' f16[': 'float16'}
 
 
 def rounding_unit(program: Any) -> float:
-  """Returns the rounding unit of the coarsest type that a compiled program computes in."""
+  """Returns the rounding unit of the coarsest dtype in a compiled program."""
   text = program.as_text()
   coarsest = next((name for mark, name in _COARSE_TYPES.items() if mark in text), 'float32')
   return float(jnp.finfo(coarsest).eps)
 
 
-_OF_LEARNER = ('grad_norm', 'weight_norm', 'learning_rate', 'skipped')
+_LEARNER_METRICS = ('grad_norm', 'weight_norm', 'learning_rate', 'skipped')
 
 
 def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
-  """Sorts what a step made into what follows from weights and batch, and what the learner made of the gradients."""
+  """Separates the results of the forward and backward pass from the learner's update."""
   gradients = state.learner.opt_state['gradients']
   learner = state.learner.replace(opt_state=state.learner.opt_state['optimizer'])
-  forward = {name: value for name, value in metrics.items() if name not in _OF_LEARNER}
-  updated = {name: value for name, value in metrics.items() if name in _OF_LEARNER}
+  forward = {name: value for name, value in metrics.items() if name not in _LEARNER_METRICS}
+  updated = {name: value for name, value in metrics.items() if name in _LEARNER_METRICS}
   return StepResult(
     forward=forward | leaves_of({'gradients': gradients, 'non_trainable': state.non_trainable}),
     state=state,
@@ -232,5 +231,5 @@ def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str,
 
 
 def leaves_of(tree: Any) -> Leaves:
-  """Returns a tree's leaves in numpy by their names."""
+  """Returns the leaves of a tree in numpy, by name."""
   return {name: np.asarray(leaf) for name, leaf in leaves_by_name(tree).items()}

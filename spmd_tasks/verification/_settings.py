@@ -1,11 +1,11 @@
-"""Setting: one way to run an experiment, on a mesh, with overrides and other batches; and what is drawn for it.
+"""Setting: one way to run an experiment, on a mesh, with overrides and other batches. Samples meshes and batches.
 
-A large experiment is made tiny (`shrink`) by the fields that it has: settings that decide numbers stay, sizes shrink.
-Only fields of known names and meaning change, those of the recipes, and an override of the user wins.
+`shrink` makes a large experiment tiny: it reduces sizes, and keeps other settings. It changes only fields of known
+names and meaning, those of the recipes, and the user's overrides take precedence.
 
-The first batch is the experiment's own. Equal numbers of tokens in all rows would make the mean of the shards' means
-the mean of the batch, so all others have rows of different lengths: weights of 0 at the end, and in some rows segment
-ids of 0 too, as in padding.
+The first batch is the experiment's own. If all rows had the same number of tokens, the mean of shards' means would be
+the mean of the batch, so other batches have rows of different lengths: weights of 0 at the end, and in some rows
+segment ids of 0 too, as in padding.
 
 Shapes: B batch rows, T sequence.
 """
@@ -36,9 +36,9 @@ class Source:
   """An experiment that can be built with any overrides.
 
   Attributes:
-    flags: the two that name it, such as '--exp', 'lm.UnevenTiny', and then the user's own overrides, for commands.
-    resolve: `path=value` overrides -> (the built job, the value of every field by its path, as config.json has it).
-    quantization: what the experiment says of int8 and fp8, which the job of `resolve` leaves out; None: nothing.
+    flags: flags for commands: the experiment, such as '--exp', 'lm.UnevenTiny', and the user's overrides.
+    resolve: `path=value` overrides -> (the built job, the value of every field by path, as in config.json).
+    quantization: the experiment's task.quantization, which jobs of `resolve` do not have.
   """
 
   flags: tuple[str, ...]
@@ -51,16 +51,16 @@ class Source:
 
   @property
   def base(self) -> Job:
-    """The experiment without further overrides."""
+    """The experiment without additional overrides."""
     return self._resolved[0]
 
   @property
   def values(self) -> Mapping[str, Any]:
-    """The value of every field of `base` by its path."""
+    """The value of every field of `base`, by path."""
     return self._resolved[1]
 
   def paths_of(self, part: type) -> list[str]:
-    """Returns the paths of the model's parts of a class, such as PipelinedStack, or of a subclass of the user's."""
+    """Returns the paths of the model's parts of a class, such as PipelinedStack, or of its subclasses."""
     return [
       path
       for path, value in self.values.items()
@@ -73,29 +73,29 @@ class Source:
 
 
 def _names(symbol: Any, part: type) -> bool:
-  """Whether a symbol, such as 'package:Class', is that of a class or a subclass."""
+  """Returns whether a symbol, such as 'package:Class', names a class or a subclass of it."""
   module, _, name = str(symbol).partition(':')
-  found = getattr(sys.modules.get(module), name, None)  # loaded: the experiment was built
-  return isinstance(found, type) and issubclass(found, part)
+  named_class = getattr(sys.modules.get(module), name, None)  # the module is loaded, because the experiment was built
+  return isinstance(named_class, type) and issubclass(named_class, part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """One way to run the experiment; two equal settings share one compiled program.
+  """One way to run the experiment; equal settings share one compiled program.
 
   Attributes:
-    mesh: (axis, size) pairs in the order of the mesh; those of size 1 are dropped.
-    slices: dcn_mesh_shape, by which the sizes are multiplied; None: one slice.
-    overrides: `path=value`, on top of the shrunk experiment.
-    change: changes the built job in a way that no override can; None: it stays.
-    by_hand: whether its steps are computed from the formulas, see _by_hand.py.
+    mesh: (axis, size) pairs in the order of the mesh; drops axes of size 1.
+    slices: dcn_mesh_shape, which multiplies the sizes; None for one slice.
+    overrides: `path=value` overrides of the shrunk experiment.
+    change: function that changes the built job if overrides cannot; None for no change.
+    by_formulas: whether steps are computed by formulas, see _formula_runner.py.
   """
 
   mesh: tuple[tuple[str, int], ...] = ()
   slices: tuple[int, ...] | None = None
   overrides: tuple[str, ...] = ()
   change: Callable[[Job], Job] | None = None
-  by_hand: bool = False
+  by_formulas: bool = False
 
   def __post_init__(self):
     object.__setattr__(self, 'mesh', tuple((axis, size) for axis, size in self.mesh if size > 1))
@@ -109,7 +109,7 @@ class Setting:
 
 
 def build_job(source: Source, setting: Setting) -> Job:
-  """Builds the experiment in a setting. Raises a UserError: the experiment refuses the mesh or the overrides."""
+  """Builds the experiment in a setting. Raises a UserError if the experiment refuses the mesh or the overrides."""
   names, sizes = source.base.experiment.mesh_axis_names, dict(setting.mesh)
   shape = ','.join(str(sizes.pop(name, 1)) for name in names)
   slices = None if setting.slices is None else ','.join(map(str, setting.slices))
@@ -122,7 +122,7 @@ def build_job(source: Source, setting: Setting) -> Job:
 
 
 def with_quantization(quantization: Any, job: Job) -> Job:
-  """Returns the job with this `task.quantization`."""
+  """Returns the job with `task.quantization` set."""
   task = job.task.as_task('--mode verify')
   return dataclasses.replace(job, task=dataclasses.replace(task, quantization=quantization))
 
@@ -131,9 +131,9 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 def scaled_mesh(experiment: Experiment, num_devices: int) -> Mesh:
-  """Returns the experiment's mesh, its largest axis divided until at most `num_devices` devices are left.
+  """Returns the experiment's mesh with its largest axis divided until it has at most `num_devices` devices.
 
-  ICI and DCN sizes are multiplied: on one machine there are no slices.
+  ICI and DCN sizes are multiplied, because one machine has no slices.
   """
   names = experiment.mesh_axis_names
   ici, dcn = list(experiment.ici_mesh_shape), experiment.dcn_mesh_shape or (1,) * len(names)
@@ -148,39 +148,39 @@ def scaled_mesh(experiment: Experiment, num_devices: int) -> Mesh:
 
 
 def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.Generator) -> Iterator[Mesh]:
-  """Yields meshes without end, each time of the next of `sizes` devices, none twice before all came once.
+  """Yields random meshes without end; numbers of devices cycle over `sizes`. Yields all meshes before it repeats one.
 
-  Meshes that split several axes come with the same chance as those of one long axis.
+  Alternates between meshes by the number of axes that they split.
   """
-  decks: dict[int, list[Mesh]] = {}
+  remaining: dict[int, list[Mesh]] = {}
   for size in itertools.cycle(sizes):
-    if not decks.get(size):
+    if not remaining.get(size):
       shapes = factorizations(size, [size] * len(axis_names))
       meshes: list[Mesh] = [tuple(zip(axis_names, shape)) for shape in shapes]
-      by_width: dict[int, list[Mesh]] = {}
+      by_num_axes: dict[int, list[Mesh]] = {}
       for index in rng.permutation(len(meshes)):
-        width = sum(part > 1 for _, part in meshes[index])
-        by_width.setdefault(width, []).append(meshes[index])
-      groups = [by_width[width] for width in rng.permutation(sorted(by_width))]
-      decks[size] = [mesh for each in itertools.zip_longest(*groups) for mesh in each if mesh is not None]
-    yield decks[size].pop(0)
+        num_axes = sum(axis_size > 1 for _, axis_size in meshes[index])
+        by_num_axes.setdefault(num_axes, []).append(meshes[index])
+      groups = [by_num_axes[num_axes] for num_axes in rng.permutation(sorted(by_num_axes))]
+      remaining[size] = [mesh for row in itertools.zip_longest(*groups) for mesh in row if mesh is not None]
+    yield remaining[size].pop(0)
 
 
 def smaller_meshes(mesh: Mesh) -> Iterator[Mesh]:
-  """Yields meshes with one axis made smaller: first without it, then divided by its smallest factor."""
-  for without in (True, False):
+  """Yields meshes with one smaller axis: first those with size 1, then those divided by the axis's smallest factor."""
+  for removes_axis in (True, False):
     for axis, (name, size) in enumerate(mesh):
       if size > 1:
-        new = 1 if without else size // _smallest_factor(size)
-        if without or new > 1:
-          yield (*mesh[:axis], (name, new), *mesh[axis + 1 :])
+        new_size = 1 if removes_axis else size // _smallest_factor(size)
+        if removes_axis or new_size > 1:
+          yield (*mesh[:axis], (name, new_size), *mesh[axis + 1 :])
 
 
 def _smallest_factor(size: int) -> int:
   return next(factor for factor in range(2, size + 1) if size % factor == 0)
 
 
-# Sizes up to which a field stays. A larger one becomes the cap, or a little less where it was odd.
+# Larger values of these fields shrink to the cap, or to a similar value that fits the other fields.
 _CAPS = {
   'num_layers': 4,
   'seq_len': 16,
@@ -199,17 +199,17 @@ _TINY = {'model_dims': 64, 'hidden_dims': 128, 'num_layers': 6, 'vocab_size': 51
 
 
 def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, Any]:
-  """Returns the new values of the fields that are too large, by their paths.
+  """Returns new values for fields that are too large, by path.
 
   Args:
     job: the built experiment.
-    values: the value of every field by its path.
-    mesh: the axis sizes on which it will be verified.
+    values: the value of every field, by path.
+    mesh: the axis sizes on which the experiment will be verified.
   """
   own: dict[str, Any] = {name: value for name, value in values.items() if '.' not in name}
   new: dict[str, Any] = {}
 
-  def at(name: str, default: int = 1) -> int:
+  def current(name: str, default: int = 1) -> int:
     return new.get(name, own.get(name, default))
 
   for name, cap in _CAPS.items():
@@ -219,17 +219,18 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict
       new[name] = cap
   stages = max(mesh.get('stage', 1), 1)
   if 'num_microbatches' in own:
-    new['num_microbatches'] = max(stages, at('num_microbatches') // stages * stages)
+    new['num_microbatches'] = max(stages, current('num_microbatches') // stages * stages)
   if 'num_layers' in new:
-    groups = stages * at('num_repeats')
-    uneven = own['num_layers'] % groups != 0
-    new['num_layers'] = max(groups, 4 if groups in (1, 2, 4) else groups) + (at('num_repeats') if uneven else 0)
+    groups = stages * current('num_repeats')
+    is_uneven = own['num_layers'] % groups != 0
+    num_layers = max(groups, 4 if groups in (1, 2, 4) else groups)
+    new['num_layers'] = num_layers + (current('num_repeats') if is_uneven else 0)
   if 'batch_size' in own:
-    parts = math.lcm(max(at('num_microbatches'), _learner_microbatches(values)), own.get('group_size', 1))
-    new['batch_size'] = max(at('batch_size') // parts, 1) * parts
+    multiple = math.lcm(max(current('num_microbatches'), _learner_microbatches(values)), own.get('group_size', 1))
+    new['batch_size'] = max(current('batch_size') // multiple, 1) * multiple
   if 'num_heads' in own and ('num_heads' in new or 'model_dims' in new):
-    heads = at('num_heads')
-    new['model_dims'] = max(at('model_dims') // heads, 8) // 2 * 2 * heads
+    heads = current('num_heads')
+    new['model_dims'] = max(current('model_dims') // heads, 8) // 2 * 2 * heads
     if own.get('num_kv_heads'):
       new['num_kv_heads'] = max(heads * own['num_kv_heads'] // own['num_heads'], 1)
   if isinstance(own.get('vocab_size'), int) and own['vocab_size'] > _TINY['vocab_size']:
@@ -240,8 +241,8 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict
 
 
 def _reads_whole_records(job: Job) -> bool:
-  """Whether rows hold whole conversations, pairs or completed prompts, which would not fit in shorter ones."""
-  return any(isinstance(each, ConversationInput | RolloutInput) for each in sources_of(job.train_input))
+  """Returns whether rows have whole conversations, pairs or completed prompts, which do not fit in shorter rows."""
+  return any(isinstance(source, ConversationInput | RolloutInput) for source in sources_of(job.train_input))
 
 
 def _learner_microbatches(values: Mapping[str, Any]) -> int:
@@ -253,64 +254,64 @@ Batch = dict[str, np.ndarray]
 
 
 def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]:
-  """Reads that many batches and makes all but the first ragged, where they have `weights` [B, T].
+  """Reads batches. If they have `weights` [B, T], gives rows of all but the first batch different lengths.
 
-  Raises a UserError: the input ends before.
+  Raises a UserError if the input ends before.
   """
   with contextlib.closing(without_references(train_input).make_iterator()) as iterator:
-    read = [{name: np.array(values) for name, values in x.items()} for x in itertools.islice(iterator, num_batches)]
-  if len(read) < num_batches:
+    batches = [{name: np.array(x) for name, x in batch.items()} for batch in itertools.islice(iterator, num_batches)]
+  if len(batches) < num_batches:
     raise UserError(
-      f'the training input ends after {len(read)} batches, but {num_batches} steps are compared: let it repeat itself.'
+      f'the training input ends after {len(batches)} batches, but {num_batches} steps are compared: let it repeat.'
     )
   rng = np.random.default_rng(seed)
-  return [*read[:1], *(_ragged(batch, rng) for batch in read[1:])]
+  return [*batches[:1], *(_with_random_lengths(batch, rng) for batch in batches[1:])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-  """Gives the training batches another number of rows, those of as many batches as it takes; a change of a Setting.
+class ResizeBatches:
+  """Changes the number of rows of training batches, by joining several batches; used as `Setting.change`.
 
   Attributes:
-    num_rows: of a batch.
-    num_columns: tokens of a row, the first ones; None keeps all.
-    is_bare: whether segments are left out: without them no layer can tell padding.
+    num_rows: rows per batch.
+    num_columns: keeps this many tokens of each row; None keeps all.
+    without_segments: whether to remove segment ids, without which layers cannot recognize padding.
   """
 
   num_rows: int
   num_columns: int | None = None
-  is_bare: bool = False
+  without_segments: bool = False
 
   def __call__(self, job: Job) -> Job:
-    return dataclasses.replace(job, train_input=_CutInput(job.train_input, self))
+    return dataclasses.replace(job, train_input=_ResizedInput(job.train_input, self))
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherBatches:
-  """Batches made of those of another input, for one process that reads them from the start; a base class."""
+class DerivedInput:
+  """Base class of inputs whose batches are computed from another input, for one process and without resuming."""
 
-  whole: Input
+  source: Input
 
   @property
   def batch_size(self) -> int:
-    return self.whole.batch_size
+    return self.source.batch_size
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    return self.whole.element_spec()
+    return self.source.element_spec()
 
   def batches(self) -> Iterator[Batch]:
     raise NotImplementedError
 
-  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> '_WithoutPosition':
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> '_StatelessIterator':
     assert shard_count == 1
-    return _WithoutPosition(self.batches())
+    return _StatelessIterator(self.batches())
 
   def reshard_states(self, states: Sequence[Any], shard_count: int) -> Any:
-    raise NotImplementedError('its iterators have no position to save')
+    raise NotImplementedError('its iterators have no state')
 
 
 @dataclasses.dataclass
-class _WithoutPosition(InputIterator):
+class _StatelessIterator(InputIterator):
   remaining: Iterator[Batch]
 
   def __next__(self) -> Batch:
@@ -320,41 +321,39 @@ class _WithoutPosition(InputIterator):
     return {}
 
   def set_state(self, state: Any) -> None:
-    raise NotImplementedError('it has no position to go to')
+    raise NotImplementedError('it has no state')
 
 
 @dataclasses.dataclass(frozen=True)
-class _CutInput(OtherBatches):
-  """Another input, cut."""
-
-  cut: Cut
+class _ResizedInput(DerivedInput):
+  sizes: ResizeBatches
 
   @property
   def batch_size(self) -> int:
-    return self.cut.num_rows
+    return self.sizes.num_rows
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    def cut(spec):
-      shape = (self.cut.num_rows, *spec.shape[1:])
-      if self.cut.num_columns and len(shape) > 1:
-        shape = (shape[0], min(shape[1], self.cut.num_columns), *shape[2:])
+    def resize(spec):
+      shape = (self.sizes.num_rows, *spec.shape[1:])
+      if self.sizes.num_columns and len(shape) > 1:
+        shape = (shape[0], min(shape[1], self.sizes.num_columns), *shape[2:])
       return jax.ShapeDtypeStruct(shape, spec.dtype)
 
-    return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
+    return {name: resize(spec) for name, spec in self.source.element_spec().items() if self._includes(name)}
 
   def batches(self) -> Iterator[Batch]:
-    num_rows, num_columns = self.cut.num_rows, self.cut.num_columns
-    num_batches = -(-num_rows // self.whole.batch_size)
-    with contextlib.closing(without_references(self.whole).make_iterator()) as iterator:
+    num_rows, num_columns = self.sizes.num_rows, self.sizes.num_columns
+    num_batches = -(-num_rows // self.source.batch_size)
+    with contextlib.closing(without_references(self.source).make_iterator()) as iterator:
       while len(batches := list(itertools.islice(iterator, num_batches))) == num_batches:
-        rows = {name: np.concatenate([each[name] for each in batches])[:num_rows] for name in batches[0]}
-        yield {name: x[:, :num_columns] if x.ndim > 1 else x for name, x in rows.items() if self._is_kept(name)}
+        rows = {name: np.concatenate([batch[name] for batch in batches])[:num_rows] for name in batches[0]}
+        yield {name: x[:, :num_columns] if x.ndim > 1 else x for name, x in rows.items() if self._includes(name)}
 
-  def _is_kept(self, name: str) -> bool:
-    return not (self.cut.is_bare and name.startswith('segment_'))
+  def _includes(self, name: str) -> bool:
+    return not (self.sizes.without_segments and name.startswith('segment_'))
 
 
-def _ragged(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:
+def _with_random_lengths(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:
   batch = dict(batch)
   weights = batch.get('weights')
   if weights is None or weights.ndim != 2 or weights.shape[1] < 2:
@@ -362,10 +361,10 @@ def _ragged(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:
   num_rows, seq_len = weights.shape
   lengths = rng.integers(1, seq_len + 1, num_rows)
   lengths[rng.integers(num_rows)] = seq_len
-  is_kept = np.arange(seq_len) < lengths[:, None]
-  batch['weights'] = np.where(is_kept, weights, 0).astype(weights.dtype)
+  is_inside = np.arange(seq_len) < lengths[:, None]
+  batch['weights'] = np.where(is_inside, weights, 0).astype(weights.dtype)
   is_padded = rng.random(num_rows) < 0.5
   for name in ('segment_ids', 'segment_pos'):
     if name in batch and batch[name].shape == weights.shape:
-      batch[name] = np.where(is_kept | ~is_padded[:, None], batch[name], 0).astype(batch[name].dtype)
+      batch[name] = np.where(is_inside | ~is_padded[:, None], batch[name], 0).astype(batch[name].dtype)
   return batch

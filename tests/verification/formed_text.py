@@ -1,4 +1,4 @@
-"""FormedText: synthetic tokens in rows that differ: padded, packed from several documents, or weighted by row."""
+"""FormedText: synthetic tokens in rows that are padded, packed from several documents, or weighted."""
 
 import dataclasses
 from typing import Any
@@ -12,24 +12,24 @@ FORMS = ('full', 'padded', 'packed', 'weighted', 'bare')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormedText(SyntheticText):
-  """SyntheticText, each row of which is cut by its own tokens.
+  """SyntheticText whose rows have lengths, documents or weights that depend on their tokens.
 
   Fields:
-    form: 'full': whole rows. 'padded': rows of 0 to T tokens. 'packed': up to three documents a row, then padding.
-      'weighted': whole rows whose tokens weigh 0 to 2. 'bare': whole rows, without segments: no layer can tell padding.
+    form: 'full': whole rows. 'padded': rows of 0 to T tokens. 'packed': up to three documents per row, then padding.
+      'weighted': whole rows with weights from 0 to 2. 'bare': whole rows without segment ids.
   """
 
   form: str = 'padded'
 
   def element_spec(self) -> Any:
-    return _bare(super().element_spec()) if self.form == 'bare' else super().element_spec()
+    return _without_segments(super().element_spec()) if self.form == 'bare' else super().element_spec()
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
     return _FormedRows(super().make_iterator(shard_index, shard_count), self.form)
 
 
 class _FormedRows:
-  """The rows of a SyntheticIterator, whose position is the only state."""
+  """Changes the rows of a SyntheticIterator; has no other state."""
 
   def __init__(self, rows: Any, form: str):
     self._rows, self._form = rows, form
@@ -41,30 +41,30 @@ class _FormedRows:
     batch = next(self._rows)
     length = batch['ids'].shape[1]
     columns = np.arange(length)[None, :]
-    # Cuts are functions of a row's own tokens, so that they are the same wherever the row is read.
+    # Lengths are functions of a row's own tokens, so they do not depend on the process that reads the row.
     first, second, third = (batch['ids'].astype(np.int64) @ np.arange(1, length + 1) ** n for n in (1, 2, 3))
     if self._form == 'padded':
       stop = first[:, None] % (length + 1)
-      _keep(batch, columns < stop)
+      _mask(batch, columns < stop)
     elif self._form == 'packed':
       starts = np.sort(np.stack([first, second, third], axis=1) % (length + 1), axis=1)
-      _keep(batch, columns < np.maximum(starts[:, 2:], 1))
+      _mask(batch, columns < np.maximum(starts[:, 2:], 1))
       segments = 1 + (columns >= starts[:, :1]).astype(np.int32) + (columns >= starts[:, 1:2])
       batch['segment_ids'] *= segments
-      begins = np.where(columns == 0, 0, np.where(np.diff(segments, axis=1, prepend=1) > 0, columns, 0))
-      batch['segment_pos'][:] = np.maximum(columns - np.maximum.accumulate(begins, axis=1), 0)
+      first_columns = np.where(columns == 0, 0, np.where(np.diff(segments, axis=1, prepend=1) > 0, columns, 0))
+      batch['segment_pos'][:] = np.maximum(columns - np.maximum.accumulate(first_columns, axis=1), 0)
     elif self._form == 'weighted':
       batch['weights'] *= (first % 5)[:, None].astype(np.float32) / 2
-    return _bare(batch) if self._form == 'bare' else batch
+    return _without_segments(batch) if self._form == 'bare' else batch
 
   def __getattr__(self, name):
     return getattr(self._rows, name)
 
 
-def _bare(batch: Any) -> Any:
-  return {name: each for name, each in batch.items() if not name.startswith('segment')}
+def _without_segments(batch: Any) -> Any:
+  return {name: values for name, values in batch.items() if not name.startswith('segment')}
 
 
-def _keep(batch: Any, is_text: np.ndarray) -> None:
+def _mask(batch: Any, is_text: np.ndarray) -> None:
   for name in ('weights', 'segment_ids'):
     batch[name] *= is_text.astype(batch[name].dtype)

@@ -3,11 +3,11 @@
     scripts/number_campaign --cases 300 --seed 0             # exits with 1 if a number is wrong, or a refusal unknown
     scripts/number_campaign --seed 0 --only 17               # the layouts of one experiment again
 
-A layout is a case: a line of JSON says how it ended. Experiment e of a seed, and each of its layouts, is a function of
-(seed, e) alone. Steps are compared by spmd_tasks.verification: metrics, gradients, weights and optimizer state, within
-what rounding alone does to the reference. Layouts that are refused are counted by their sentence; each has a reason in
-REFUSALS. Every experiment runs in a fork of this process, so that imports are paid
-for once, and a program that aborts or hangs ends one experiment only.
+Each layout is a case, with a line of JSON about its result. Experiment e of a seed, and each of its layouts, is a
+function of (seed, e). spmd_tasks.verification compares metrics, gradients, weights and optimizer state, within rounding
+errors of the reference. Refused layouts are counted by their error message, whose reason must be in REFUSALS. Every
+experiment runs in a fork of this process, so that modules are imported once, and a program that aborts or hangs ends
+only one experiment.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout
 
 LAYOUTS_OF_AN_EXPERIMENT = 10
 NUM_STEPS = 2
-LIMIT_S = 900  # of one layout; more is a hang
+LIMIT_S = 900  # per layout; longer is a hang
 BAD = ('wrong', 'crashed', 'hung')
 COMPARED = ('same', *BAD)
-# The sentence of each layout that may be refused, N for every number, and the reason. docs/verify.md has them, too.
+# Error messages of layouts that may be refused, with N for every number, and the reasons. docs/verify.md has them too.
 REFUSALS = {
   "group_size=N makes groups of N tokens, but each of the pipeline's N microbatches has N": (
     'experts drop tokens by group, so a group that several microbatches share would have other drops than one device'
@@ -55,24 +55,24 @@ def draw(seed: int, experiment: int) -> tuple[Settings, list[Settings]]:
 
 
 def sentence_of(refusal: str) -> str:
-  """Returns a sentence without its numbers, so that equal refusals of other sizes are one."""
+  """Returns an error message with N for its numbers, so that equal refusals of different sizes count as one."""
   return re.sub(r'\d+(\.\d+)?', 'N', refusal)
 
 
 def reason_of(refusal: str) -> str | None:
-  """Returns the documented reason of a refusal; None: there is none, and the refusal is a fault of the product."""
+  """Returns the documented reason of a refusal; None if there is none, so that the refusal is a bug."""
   return next((why for sentence, why in REFUSALS.items() if sentence_of(refusal).startswith(sentence)), None)
 
 
 def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """Returns the counts of verdicts, and the sentences of refusals with their counts and reasons."""
+  """Returns the counts of verdicts, and the messages of refusals with their counts and reasons."""
   counts = collections.Counter(result['verdict'] for result in results)
   refused = [result['reason'] for result in results if result['verdict'] == 'refused']
   refusals = [
     {'sentence': sentence, 'count': count, 'reason': reason_of(sentence)}
     for sentence, count in collections.Counter(map(sentence_of, refused)).most_common()
   ]
-  undocumented = sum(each['count'] for each in refusals if each['reason'] is None)
+  undocumented = sum(refusal['count'] for refusal in refusals if refusal['reason'] is None)
   return {
     'cases': sum(counts[name] for name in COMPARED),
     'bad': sum(counts[name] for name in BAD) + undocumented,
@@ -83,7 +83,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dict[str, Any]]:
-  """Yields how each layout compares with its reference, mostly one device: `verdict`, and what differs."""
+  """Yields the result of comparing each layout with its reference, usually one device: `verdict`, and what differs."""
 
   def resolve(overrides):
     number = next((int(text.removeprefix('layout=')) for text in overrides if text.startswith('layout=')), None)
@@ -97,20 +97,20 @@ def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dic
       if pipeline := reference_of(layout, settings):
         reference = Setting(mesh=mesh_of(pipeline), overrides=(*setting.overrides, 'is_reference=True'))
       try:
-        found = bench.agree(setting, reference)
+        agreement = bench.agree(setting, reference)
       except UserError as error:
         yield {'verdict': 'refused', 'reason': str(error)}
         continue
-      if found.first is not None:
-        yield {'verdict': 'wrong', 'first': str(found.first)}
-      elif not found.num_steps:
-        yield {'verdict': 'not compared', 'reason': '; '.join(found.notes)}
+      if agreement.first is not None:
+        yield {'verdict': 'wrong', 'first': str(agreement.first)}
+      elif not agreement.num_steps:
+        yield {'verdict': 'not compared', 'reason': '; '.join(agreement.notes)}
       else:
-        yield {'verdict': 'same', 'closest': str(found.closest), 'notes': found.notes}
+        yield {'verdict': 'same', 'closest': str(agreement.closest), 'notes': agreement.notes}
 
 
 def run_experiment(seed: int, experiment: int, num_layouts: int, stream: Any) -> None:
-  """Writes a line to `stream` before and after each of the first layouts."""
+  """Compares the first layouts; writes a line to `stream` before and after each."""
   compile_quickly()
   use_fake_devices(MAX_DEVICES)
   jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -118,7 +118,7 @@ def run_experiment(seed: int, experiment: int, num_layouts: int, stream: Any) ->
   layouts = layouts[:num_layouts]
   results = compare_layouts(settings, layouts)
   for number, layout in enumerate(layouts):
-    print(json.dumps({'begins': number}), file=stream, flush=True)
+    print(json.dumps({'started': number}), file=stream, flush=True)
     started = time.process_time()
     try:
       result = next(results)
@@ -132,7 +132,7 @@ def run_experiment(seed: int, experiment: int, num_layouts: int, stream: Any) ->
 
 
 def fork_experiment(seed: int, experiment: int, num_layouts: int) -> Iterator[dict[str, Any]]:
-  """Yields the results of an experiment's first layouts, from a child process."""
+  """Runs an experiment in a child process. Yields the results of its first layouts."""
   read_end, write_end = os.pipe()
   pid = os.fork()
   if not pid:
@@ -156,8 +156,8 @@ def fork_experiment(seed: int, experiment: int, num_layouts: int) -> Iterator[di
       if not line:
         break
       result = json.loads(line)
-      if 'begins' in result:
-        number = result['begins']
+      if 'started' in result:
+        number = result['started']
       else:
         yield {'number': number, **result}
         number = None
@@ -171,9 +171,9 @@ def fork_experiment(seed: int, experiment: int, num_layouts: int) -> Iterator[di
 def main(argv: list[str] | None = None) -> int:
   """Prints a line per case and the summary; returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--cases', type=int, default=20, help='how many layouts are compared; refused ones do not count')
+  parser.add_argument('--cases', type=int, default=20, help='number of layouts to compare; refused ones do not count')
   parser.add_argument('--seed', type=int, default=0)
-  parser.add_argument('--first', type=int, default=0, metavar='E', help='begin with this experiment')
+  parser.add_argument('--first', type=int, default=0, metavar='E', help='start with this experiment')
   parser.add_argument('--only', type=int, metavar='E', help='only this experiment')
   args = parser.parse_args(argv)
   results: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""Experiments of a user with a layer, loss, stack or optimizer of their own, each with one planted bug.
+"""Experiments with a custom layer, loss, stack or optimizer, each with one planted bug.
 
-Every bug is one that the user's own tests on one device do not see. `bug=False` gives the sound twin of the same
-experiment, which differs in the marked lines only.
+Tests on one device do not find these bugs. `bug=False` is the same experiment without the bug; it differs only in the
+lines marked with `# <-`.
 
 Shapes: B batch, T sequence, D model, F ffn, V vocab.
 """
@@ -29,7 +29,7 @@ ROWS = P(BATCH_AXES)
 
 
 class Planted(SyntheticLanguageModel):
-  """A model of width 8 on data 2 x mdl 2, with one bug; without attention, which no bug but one concerns."""
+  """A model of width 8 on data 2 x mdl 2 with one bug, without attention."""
 
   bug: bool = True
 
@@ -49,12 +49,12 @@ class Planted(SyntheticLanguageModel):
 
 
 def own_ffn(layer):
-  """The method `ffn` of an experiment with a feed-forward layer of the user's."""
+  """The method `ffn` of an experiment with a custom feed-forward layer."""
   return lambda self: fdl.Config(layer, hidden_dim=self.hidden_dims, bug=self.bug)
 
 
 def on_devices(function, *arrays, in_specs, out_specs=P()):
-  """Calls `function` on every device with its parts of the arrays; zeros fill up what the mesh does not divide."""
+  """Calls `function` on every device with its shards of the arrays, which are zero-padded if they are uneven."""
   mesh = current_sharding_scope().mesh
   even = [
     pad(a, jax.ShapeDtypeStruct(padded_shape(a.shape, spec, mesh.shape), a.dtype)) for a, spec in zip(arrays, in_specs)
@@ -73,11 +73,11 @@ def ffn_weights(layer, embed_dim):
   ]
 
 
-# 1. A layer with a missing psum.
+# 1. A layer without a psum.
 
 
 class RowParallelFfn(nn.Module, kw_only=True):
-  """relu(x . up) . down, written as Megatron does: each device has some columns of `up` and rows of `down`."""
+  """relu(x . up) . down as in Megatron: each device has some columns of `up` and rows of `down`."""
 
   hidden_dim: int
   bug: bool
@@ -97,7 +97,7 @@ class MissingPsum(Planted):
   ffn = own_ffn(RowParallelFfn)
 
 
-# 2. A loss that averages over the local batch, and 4. a wrong shard of labels.
+# 2. A loss that averages over the local batch, and 4. a loss with the wrong shards of labels.
 
 
 def loss_sums(logits, labels, weights):
@@ -137,7 +137,7 @@ class WrongLabels(Planted):
     return fdl.Config(ShardedLoss, is_reordered=self.bug)
 
 
-# 3. An rng folded by device.
+# 3. Dropout with an rng that depends on the device.
 
 
 class DropoutFfn(GatedFeedForward, kw_only=True):
@@ -166,11 +166,11 @@ class RngOfDevice(Planted):
   ffn = own_ffn(DropoutFfn)
 
 
-# 5. A pad that leaks into a norm.
+# 5. A norm that includes padding.
 
 
 class NormedHiddenFfn(nn.Module, kw_only=True):
-  """relu(rms_norm(x . up)) . down, with a hidden layer that is rounded up to the size of the mesh."""
+  """relu(rms_norm(x . up)) . down, with a hidden layer that is padded to a multiple of the mesh axis."""
 
   hidden_dim: int
   bug: bool
@@ -193,7 +193,7 @@ class PadInNorm(Planted):
   ffn = own_ffn(NormedHiddenFfn)
 
 
-# 6. A microbatch mean of means.
+# 6. A loss whose microbatches are averaged by rows instead of tokens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,11 +213,11 @@ class MeanOfMeans(Planted):
     return fdl.Config(WeightOfRowsLoss, bug=self.bug)
 
 
-# 7. A stage that drops its last tick.
+# 7. A pipeline without its last tick.
 
 
 class ShortSchedule(Schedule):
-  """One tick less than the microbatches need to pass all stages."""
+  """A schedule with one tick too few."""
 
   @property
   def num_ticks(self) -> int:
@@ -225,13 +225,13 @@ class ShortSchedule(Schedule):
 
 
 class ShortStack(PipelinedStack, kw_only=True):
-  """A pipeline with a schedule of its own."""
+  """A pipeline with ShortSchedule."""
 
   bug: bool = True
 
   def _schedules(self, *args, **kwargs):
     schedules = super()._schedules(*args, **kwargs)
-    return [ShortSchedule(**dataclasses.asdict(each)) for each in schedules] if self.bug else schedules
+    return [ShortSchedule(**dataclasses.asdict(schedule)) for schedule in schedules] if self.bug else schedules
 
 
 class LostTick(PipelinedLanguageModel, Planted):
@@ -246,7 +246,7 @@ class LostTick(PipelinedLanguageModel, Planted):
     return cfg
 
 
-# 8. An optimizer that sees padding.
+# 8. An optimizer that includes padding.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,11 +284,11 @@ class PadInOptimizer(Planted):
     return cfg
 
 
-# 9. A layer that looks ahead, which no generated token can.
+# 9. A layer that reads later tokens, which do not exist in generation.
 
 
 class LooksAheadFfn(nn.Module, kw_only=True):
-  """Adds the mean of all tokens of the row, or of those up to each token, with a weight."""
+  """Adds the scaled mean of all tokens of the row, or without the bug the scaled token itself."""
 
   hidden_dim: int
   bug: bool
@@ -305,7 +305,7 @@ class LooksAhead(Planted):
   ffn = own_ffn(LooksAheadFfn)
 
 
-# 10. A layer that keeps 8 bits of integers, without a scale, where it should keep those of bfloat16.
+# 10. A layer that stores its bfloat16 hidden layer in int8 without a scale.
 
 
 class CoarseFfn(GatedFeedForward, kw_only=True):
@@ -325,7 +325,7 @@ class CoarseBfloat16(Planted):
     return fdl.Config(CoarseFfn, hidden_dim=self.hidden_dims, dtype=self.dtype, bug=self.bug)
 
 
-# 11. Products in int8 with a fixed range that is smaller than the numbers are.
+# 11. Products in int8 with a fixed range that is too small.
 
 
 class NarrowInt8(Planted):

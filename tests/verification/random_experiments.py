@@ -1,12 +1,12 @@
-"""Random experiments, each with the same numbers on all of its layouts (random_layouts.py).
+"""Random experiments, whose numbers must not depend on their layouts (random_layouts.py).
 
     settings = draw_settings(random.Random(7))
     job = make_job(settings, {})                       # on one device
     layout = draw_layout(random.Random(8), settings)
     job = make_job(settings, layout)
 
-Settings and layouts are flat dicts of plain values, fields of Drawn. A layout holds what must not change any number:
-the mesh and its axis rules, the schedule of a pipeline, remat, scan, and the form in which experts move tokens.
+Settings and layouts are flat dicts of plain values, fields of RandomExperiment. A layout has the settings that must not
+change any number: the mesh and its axis rules, the schedule of a pipeline, remat, scan, and the dispatch of experts.
 """
 
 from collections.abc import Mapping
@@ -35,16 +35,16 @@ from tests.verification.formed_text import FORMS, FormedText
 from tests.verification.random_layouts import rules_of
 
 Settings = dict[str, Any]
-GROUPS = ('groups', 'groups_clipped', 'groups_resting')  # optimizers of groups of weights
+GROUPS = ('groups', 'groups_clipped', 'groups_untrained')  # optimizers of groups of weights
 
 
-class Drawn(SyntheticLanguageModel):
-  """A small model in which everything can vary. Fields as in the classes that they configure."""
+class RandomExperiment(SyntheticLanguageModel):
+  """A small model in which everything can vary. Fields are named as in the classes that they configure."""
 
   num_train_steps = 10
   seq_len = 8
   eval_batches = 1
-  rules: str = 'dense'  # the kind of axis rules, see random_layouts.py
+  rules: str = 'dense'  # kind of axis rules, see random_layouts.py
 
   form: str = 'full'
   norm: str = 'rms'
@@ -80,7 +80,7 @@ class Drawn(SyntheticLanguageModel):
   group_size: int | None = None
   priority: str = 'position'
 
-  # Of layouts.
+  # Fields of layouts.
   schedule: str | None = None
   num_microbatches: int = 1
   num_repeats: int = 1
@@ -191,7 +191,7 @@ class Drawn(SyntheticLanguageModel):
 
   def optimizer(self):
     rate = super().optimizer().learning_rate
-    one = {
+    optimizers = {
       'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
       'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
       'sgd': fdl.Config(
@@ -203,13 +203,18 @@ class Drawn(SyntheticLanguageModel):
       'optax_adafactor': fdl.Config(FromOptax, factory=_optax_adafactor, learning_rate=rate),
     }
     groups = {
-      'groups': (('.*kernel', one['adafactor']), ('', one['adamw'])),
-      'groups_clipped': (('.*attention/(query|key)', one['clipped']), ('.*attention', one['muon']), ('', one['sgd'])),
-      'groups_resting': (('.*attention', one['adamw']), ('.*scale', one['sgd'])),  # other weights stay as they are
+      'groups': (('.*kernel', optimizers['adafactor']), ('', optimizers['adamw'])),
+      'groups_clipped': (
+        ('.*attention/(query|key)', optimizers['clipped']),
+        ('.*attention', optimizers['muon']),
+        ('', optimizers['sgd']),
+      ),
+      # Other weights are not trained.
+      'groups_untrained': (('.*attention', optimizers['adamw']), ('.*scale', optimizers['sgd'])),
     }
     if self.optimizer_name in groups:
       return fdl.Config(MultiOptimizer, optimizers=groups[self.optimizer_name])
-    return one[self.optimizer_name]
+    return optimizers[self.optimizer_name]
 
   def task(self):
     cfg = super().task()
@@ -238,7 +243,7 @@ def _clipped_adam(learning_rate: float) -> optax.GradientTransformation:
 
 
 def draw_settings(rng: random.Random) -> Settings:
-  """Draws an experiment: what it computes, whatever the layout. Most dims divide no mesh axis."""
+  """Draws the settings of an experiment that do not depend on the layout. Most dims are not divisible by mesh axes."""
   heads, kv_share = rng.choice([(2, 1), (3, 1), (4, 2), (3, 3), (6, 3), (4, 4)])
   batch_size, length = rng.choice([8, 8, 12, 16, 6, 3, 4, 5, 7, 9]), rng.choice([8, 8, 7])
   settings: Settings = {
@@ -279,7 +284,7 @@ def draw_settings(rng: random.Random) -> Settings:
   top_k = settings['ffn_kind'] != 'expert_choice'
   experts = rng.choice([2, 3, 4, 5, 6, 8])
   settings |= {
-    'num_layers': rng.choice([1, 2, 2, 3]),  # a rounding may decide between experts: fewer layers, fewer decisions
+    'num_layers': rng.choice([1, 2, 2, 3]),  # few, because rounding may decide between experts in each layer
     'is_grouped': rng.random() < 0.25,
     'num_experts': experts,
     'shared_hidden_dims': rng.choice([None, None, 7, 10]),
@@ -312,5 +317,5 @@ def make_job(settings: Mapping[str, Any], layout: Mapping[str, Any]) -> Job:
     fields['ffn_kind'] = 'gather'
   if layout:
     fields['axis_rules'] = tuple(rules_of(layout, settings))
-  drawn = type('Case', (Drawn,), {'__module__': __name__, **fields})
-  return resolve(drawn, []).build()
+  experiment_class = type('Case', (RandomExperiment,), {'__module__': __name__, **fields})
+  return resolve(experiment_class, []).build()

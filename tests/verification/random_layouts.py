@@ -1,6 +1,6 @@
 """Random layouts of an experiment on 2 to 8 fake devices, over one or two slices: meshes, axis rules, pipelines, remat.
 
-layout = draw_layout(random.Random(8), settings)        # fields of random_experiments.Drawn
+layout = draw_layout(random.Random(8), settings)        # fields of random_experiments.RandomExperiment
 mesh_of(layout)                                         # (('replica', 1), ('stage', 2), ('data', 3), ('mdl', 1))
 """
 
@@ -54,7 +54,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     sizes = _factorise(rng, rest, len(names))
     num_parts = sizes[2] if 'context' in names else 1
     layout['ring_attention'] = num_parts > 1 and rng.random() < 0.5
-    # Dropout, jitter and capacities go by the order of tokens.
+    # Dropout, jitter and capacities depend on the order of tokens.
     is_ordered = settings['dropout'] or settings.get('jitter') or settings['ffn_kind'] in ('capacity', 'expert_choice')
     fits = num_parts > 1 and not is_ordered and settings['causal'] and settings['seq_len'] % (2 * num_parts) == 0
     layout['balances_tokens'] = fits and rng.random() < 0.5
@@ -71,18 +71,18 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
 
 
 def _draw_stages(rng: random.Random, settings: Settings, num_devices: int, layout: Settings) -> int:
-  """Chooses the number of stages, 1 if none fits, and sets the pipeline's schedule in the layout."""
+  """Draws the number of stages, 1 if none fits, and sets the pipeline's schedule in the layout."""
   rows = settings['batch_size'] // settings['grad_microbatches']
-  fitting = [
+  candidates = [
     (stages, microbatches)
     for stages in (2, 3, 4, 5, 8)
     if num_devices % stages == 0
     for microbatches in range(stages, rows + 1, stages)
     if rows % microbatches == 0
   ]
-  if not fitting:
+  if not candidates:
     return 1
-  stages, microbatches = rng.choice(fitting)
+  stages, microbatches = rng.choice(candidates)
   layers = settings['num_layers']
   schedule = rng.choice(['gpipe', 'circular', 'one_forward_one_backward'])
   repeats = 1
@@ -93,12 +93,12 @@ def _draw_stages(rng: random.Random, settings: Settings, num_devices: int, layou
 
 
 def _factorise(rng: random.Random, number: int, num_factors: int) -> list[int]:
-  """Splits `number` into random factors whose product it is."""
+  """Returns random factors whose product is `number`."""
   factors = [1] * num_factors
   for prime in (2, 2, 2, 3, 5, 7):
     if number % prime == 0:
       number //= prime
-      # `replica` is the dullest axis.
+      # `replica` is the least interesting axis.
       factors[rng.choice([*range(num_factors), *range(1, num_factors)])] *= prime
   return factors
 
@@ -126,10 +126,10 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
   kind = layout['rules']
   if kind == 'dense':
     rules = DEFAULT_AXIS_RULES
-  elif kind == 'apart':  # experts have an axis to themselves, which does not split the batch
+  elif kind == 'apart':  # experts have their own axis, which does not split the batch
     rules = tuple(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'expert')
   elif kind == 'expert':
-    # Of any sizes: the rules name axes only.
+    # The rules do not depend on the sizes.
     rules = DataExpertModelMesh(num_devices=num_devices, num_expert_partitions=1).axes().axis_rules
   else:
     rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
@@ -139,10 +139,10 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
 
 
 def reference_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Settings:
-  """The layout with which the layout must agree: {}, one device.
+  """The reference layout with which a layout must agree; {} is one device.
 
-  A pipeline draws masks of dropout and jitter for each microbatch and stage, which are others than a plain stack's
-  (PipelinedStack says so). With them the reference is the same pipeline without any other axis.
+  In a pipeline, masks of dropout and jitter depend on microbatches and stages (see PipelinedStack). With these the
+  reference is the same pipeline without other axes.
   """
   if 'stage' not in layout['mesh_axis_names'] or not (settings['dropout'] or settings.get('jitter')):
     return {}

@@ -1,4 +1,4 @@
-"""Random experiments have the numbers of one device on random layouts; scripts/number_campaign runs hundreds."""
+"""scripts/number_campaign builds random experiments on random layouts and counts refusals."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.verification.random_layouts import draw_layout, mesh_of, reference_of
 DOCS = Path(__file__).parents[2] / 'docs' / 'verify.md'
 
 
-def test_every_drawn_experiment_can_be_built_on_every_layout():
+def test_random_experiments_can_be_built_on_random_layouts():
   for seed in range(8):
     settings = draw_settings(random.Random(seed))
     for number in range(3):
@@ -21,19 +21,19 @@ def test_every_drawn_experiment_can_be_built_on_every_layout():
       assert job.experiment.mesh_axis_names == layout['mesh_axis_names']
 
 
-def test_random_numbers_of_a_pipeline_are_compared_with_those_of_its_stages_alone():
-  found = 0
+def test_a_pipeline_with_random_numbers_is_compared_with_the_same_pipeline_without_other_axes():
+  num_pipelines = 0
   for seed in range(60):
     settings = draw_settings(random.Random(seed))
     layout = draw_layout(random.Random(seed), settings)
     reference = reference_of(layout, settings)
     if reference:
-      found += 1
+      num_pipelines += 1
       assert settings['dropout'] or settings['jitter']
       assert [axis for axis, size in mesh_of(reference) if size > 1] == ['stage']
       assert dict(mesh_of(reference))['stage'] == dict(mesh_of(layout))['stage']
       assert make_job(settings, reference).experiment.ici_mesh_shape == reference['ici_mesh_shape']
-  assert found
+  assert num_pipelines
 
 
 SMALL = (
@@ -42,7 +42,7 @@ SMALL = (
 )
 
 
-def test_refusals_are_counted_by_sentence_and_one_without_a_reason_is_a_fault():
+def test_refusals_are_counted_by_message_and_count_as_bad_without_a_reason():
   refusals = [
     SMALL.format(16, 16, 4, 8),
     SMALL.format(32, 32, 2, 16),
@@ -52,7 +52,7 @@ def test_refusals_are_counted_by_sentence_and_one_without_a_reason_is_a_fault():
   results = [{'verdict': 'same'}, *({'verdict': 'refused', 'reason': refusal} for refusal in refusals)]
   summary = summarize(results[:3])
   assert (summary['cases'], summary['same'], summary['refused'], summary['bad']) == (1, 1, 2, 0)
-  assert [each['count'] for each in summary['refusals']] == [2]
+  assert [refusal['count'] for refusal in summary['refusals']] == [2]
   assert summary['refusals'][0]['reason'] == reason_of(refusals[0])
   summary = summarize(results)
   assert (summary['cases'], summary['bad'], summary['refused without a reason']) == (1, 2, 2)

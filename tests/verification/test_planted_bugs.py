@@ -1,6 +1,6 @@
-"""--mode verify finds each planted bug, on the smallest mesh that shows it, and holds for its sound twin.
+"""--mode verify finds each planted bug, and the smallest mesh that shows it, and holds without the bug.
 
-Each bug is verified by the claim that it breaks; the other claims of these experiments are compared elsewhere.
+Each bug is verified with the claim that it breaks.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from tests.verification import planted_bugs
 
 
 class Planted(NamedTuple):
-  """A bug: the claim that it breaks on that many devices, the smallest mesh that shows it, and a leaf that differs."""
+  """A bug, the claim that it breaks on a number of devices, the smallest mesh with it, and a leaf that differs."""
 
   name: str
   claim: str
   num_devices: int
   smallest_mesh: dict[str, int]
-  leaf: str = ''  # what follows from weights and batch
+  leaf: str = ''  # prefix of the leaf's name
 
 
 BUGS = [
@@ -42,13 +42,13 @@ BUGS = [
 
 
 def verify(bug: Planted, *flags: str):
-  """The exit code and the last line of the binary."""
-  finished = run_binary(
+  """Runs the binary. Returns its exit code and its last line."""
+  process = run_binary(
     *('--exp', f'tests.verification.planted_bugs.{bug.name}', '--mode', 'verify', '--claims', bug.claim),
     *('--num_fake_devices', bug.num_devices, *flags),
   )
-  assert finished.stdout, finished.stderr
-  return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
+  assert process.stdout, process.stderr
+  return process.returncode, json.loads(process.stdout.splitlines()[-1])
 
 
 def assert_is_found(bug: Planted, failures: list[dict]):
@@ -56,11 +56,11 @@ def assert_is_found(bug: Planted, failures: list[dict]):
   assert first['claim'] == bug.claim
   assert first['step'] >= 1
   assert first['difference'] > first['allowed']
-  assert bug.smallest_mesh in [each['smallest_mesh'] for each in failures]
+  assert bug.smallest_mesh in [failure['smallest_mesh'] for failure in failures]
   assert first['leaf'].startswith(bug.leaf)
 
 
-# Of those that the claim 'mesh' finds, PadInOptimizer remains.
+# PadInOptimizer still runs for the claim 'mesh' by default.
 EXHAUSTIVE = {'MissingPsum', 'LocalMean', 'RngOfDevice', 'WrongLabels', 'PadInNorm'}
 
 
@@ -69,7 +69,7 @@ EXHAUSTIVE = {'MissingPsum', 'LocalMean', 'RngOfDevice', 'WrongLabels', 'PadInNo
   [pytest.param(bug, id=bug.name, marks=[pytest.mark.exhaustive] * (bug.name in EXHAUSTIVE)) for bug in BUGS[:-1]],
 )
 def test_a_planted_bug_is_found(bug):
-  """By the cases of its claim, up to the first that is broken."""
+  """Decides the cases of its claim up to the first that is broken."""
   source = source_of(getattr(planted_bugs, bug.name))
   with contextlib.closing(Bench(source, num_devices=bug.num_devices)) as bench:
     verdicts = (case.decide(bench) for case in CLAIMS[bug.claim].cases(bench))
@@ -77,8 +77,8 @@ def test_a_planted_bug_is_found(bug):
   assert_is_found(bug, [{'claim': bug.claim} | broken.failure])
 
 
-def test_the_binary_fails_where_a_claim_is_broken():
-  """Of quantization, which is taken from the experiment for its own claim alone."""
+def test_the_binary_fails_if_a_claim_is_broken():
+  """Uses the claim about quantization, which the other claims turn off."""
   bug = BUGS[-1]
   code, summary = verify(bug)
   assert code == 1
@@ -89,7 +89,7 @@ def test_the_binary_fails_where_a_claim_is_broken():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('bug', BUGS, ids=[bug.name for bug in BUGS])
-def test_its_sound_twin_holds(bug):
+def test_the_claim_holds_without_the_bug(bug):
   code, summary = verify(bug, '--set', 'bug=False')
   assert (code, summary['failures']) == (0, [])
   assert summary['held'] > 0

@@ -1,6 +1,6 @@
-"""--mode verify finds faults of the framework itself, which every layout has alike: its own references find them.
+"""--mode verify finds faults of the framework itself, which all layouts have in common, by its own references.
 
-Each fault takes the place of a real function. The references by hand are computed once, without any fault.
+Each fault replaces a real function. The references by formulas are computed once, without faults.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ import pytest
 from spmd_tasks.inputs.synthetic import SyntheticIterator
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.layers.attention import attention
-from spmd_tasks.learning import AdamW, Learner, accumulation, schedules
+from spmd_tasks.learning import AdamW, Learner, schedules
 from spmd_tasks.learning import learner as learner_module
 from spmd_tasks.programs import evaluator, restore
+from spmd_tasks.runtime import task as task_module
 from spmd_tasks.runtime.task import Task
 from spmd_tasks.verification import Bench, Setting
 from spmd_tasks.verification.mode import CLAIMS
@@ -29,8 +30,8 @@ from tests.verification.whole_step import StagedStep, WholeStep
 Original = Callable[..., Any]
 
 
-def of_another_loss(**fields: Callable[[Any], Any]):
-  """A loss that computes what one with other fields does."""
+def with_other_fields(**fields: Callable[[Any], Any]):
+  """A loss that computes as if it had other fields."""
 
   def fault(original: Original) -> Original:
     def call(self, predictions, batch):
@@ -42,18 +43,18 @@ def of_another_loss(**fields: Callable[[Any], Any]):
   return fault
 
 
-def clips_after_the_update(original: Original) -> Original:
-  """Of Learner.update."""
+def does_not_clip(original: Original) -> Original:
+  """Replaces Learner.update."""
   return lambda self, *args, **named: original(dataclasses.replace(self, clip_global_norm=None), *args, **named)
 
 
 def decays_everything(original: Original) -> Original:
-  """Of AdamW.transformation."""
+  """Replaces AdamW.transformation."""
   return lambda self, specs: original(dataclasses.replace(self, decay_exempt_tags=()), specs)
 
 
 def averages_every_second_step(original: Original) -> Original:
-  """Of Learner.update."""
+  """Replaces Learner.update."""
 
   def update(self, grads, loss, step, state, *args, **named):
     weights, new, metrics = original(self, grads, loss, step, state, *args, **named)
@@ -64,7 +65,7 @@ def averages_every_second_step(original: Original) -> Original:
 
 
 def averages_before_the_update(original: Original) -> Original:
-  """Of Learner.update."""
+  """Replaces Learner.update."""
 
   def update(self, grads, loss, step, state, weights, *args, **named):
     new_weights, new, metrics = original(self, grads, loss, step, state, weights, *args, **named)
@@ -74,47 +75,47 @@ def averages_before_the_update(original: Original) -> Original:
   return update
 
 
-def drops_alike_in_all_steps(original: Original) -> Original:
-  """Of Task.compute_loss."""
+def has_equal_masks_in_all_steps(original: Original) -> Original:
+  """Replaces Task.compute_loss."""
   return lambda self, variables, batch, *, train, rng=None: original(
     self, variables, batch, train=train, rng=jax.random.key(0, impl='threefry2x32') if train else None
   )
 
 
 def changes_the_loss_of_microbatches(change: Callable[..., Any]):
-  """Of accumulate_gradients: `change(loss_fn, weights, batch, rng, whole rng)` is the loss of a microbatch."""
+  """Replaces accumulate_gradients: the loss of a microbatch is `change(loss_fn, weights, batch, rng, step's rng)`."""
 
   def fault(original: Original) -> Original:
-    def accumulate(loss_fn, weights, batch, rng, *args, **named):
-      changed = lambda w, b, r: change(loss_fn, w, b, r, rng)
-      return original(changed, weights, batch, rng, *args, **named)
+    def accumulate(loss_fn, weights, batch, step_rng, *args, **named):
+      changed = lambda w, b, rng: change(loss_fn, w, b, rng, step_rng)
+      return original(changed, weights, batch, step_rng, *args, **named)
 
     return accumulate
 
   return fault
 
 
-def unweighted(loss_fn, weights, batch, rng, whole_rng):
+def unweighted(loss_fn, weights, batch, rng, step_rng):
   loss, output = loss_fn(weights, batch, rng)
   return loss, output.replace(weight=jnp.float32(1))
 
 
-def same_masks(loss_fn, weights, batch, rng, whole_rng):
-  return loss_fn(weights, batch, whole_rng)
+def same_masks(loss_fn, weights, batch, rng, step_rng):
+  return loss_fn(weights, batch, step_rng)
 
 
-def with_aux_twice(loss_fn, weights, batch, rng, whole_rng):
+def with_aux_twice(loss_fn, weights, batch, rng, step_rng):
   loss, output = loss_fn(weights, batch, rng)
   return loss + 0.2 * output.metrics['load_balance_loss'][0], output
 
 
 def one_mask_for_all_layers(original: Original) -> Original:
-  """Of fold_in: what a loop counts is not folded in."""
+  """Replaces fold_in: does not fold in loop counters."""
   return lambda key, data: key if isinstance(data, jax.core.Tracer) else original(key, data)
 
 
 def same_mask_for_all_rows(original: Original) -> Original:
-  """Of bernoulli."""
+  """Replaces bernoulli."""
 
   def bernoulli(key, p=0.5, shape=None, **named):
     return jnp.broadcast_to(original(key, p, (1, *shape[1:]), **named), shape) if shape else original(key, p, shape)
@@ -123,7 +124,7 @@ def same_mask_for_all_rows(original: Original) -> Original:
 
 
 def counts_all_rows(original: Original) -> Original:
-  """Of Task.eval_step."""
+  """Replaces Task.eval_step."""
 
   def eval_step(self, variables, batch, step, **named):
     return original(self, variables, batch | {'weights': jnp.ones_like(batch['weights'])}, step, **named)
@@ -132,17 +133,19 @@ def counts_all_rows(original: Original) -> Original:
 
 
 def means_of_means(original: Original) -> Original:
-  """Of the mean over the batches of an eval set."""
-  return lambda batches: jax.tree.map(lambda *values: np.mean(values, axis=0), *[original([each]) for each in batches])
+  """Replaces the mean over the batches of an eval set."""
+  return lambda batches: jax.tree.map(
+    lambda *values: np.mean(values, axis=0), *[original([batch]) for batch in batches]
+  )
 
 
 def repeats_a_batch(original: Original) -> Original:
-  """Of an iterator's set_state."""
+  """Replaces an iterator's set_state."""
   return lambda self, state: original(self, state | {'next_batch': state['next_batch'] - 1})
 
 
-def draws_another_rng(original: Original) -> Original:
-  """Of what a job starts from."""
+def changes_the_rng(original: Original) -> Original:
+  """Replaces restore_or_init."""
 
   def restore_or_init(*args):
     state, step, origin = original(*args)
@@ -152,22 +155,22 @@ def draws_another_rng(original: Original) -> Original:
 
 
 class Fault(NamedTuple):
-  """A fault in place of `where.name`, and the claim that finds it, by a case whose subject begins so, in this leaf."""
+  """A fault that replaces `owner.name`, and the claim that finds it; prefixes of the case's subject and of the leaf."""
 
-  where: Any
+  owner: Any
   name: str
-  make: Callable[[Original], Original]
+  replace: Callable[[Original], Original]
   claim: str
   subject: str = ''
   leaf: str = ''
 
 
-FORMULAS, BY_HAND = 'the formulas', '4 against'
+FORMULAS, MICROBATCHES = 'the formulas', '4 against'
 LOSS = (LanguageModelLoss, '__call__')
 FAULTS = {
-  'label smoothing is ignored': Fault(*LOSS, of_another_loss(label_smoothing=lambda _: 0.0), 'step', FORMULAS),
-  'z-loss counts twice': Fault(*LOSS, of_another_loss(z_loss_weight=lambda x: 2 * x), 'step', FORMULAS),
-  'clipping is left out': Fault(Learner, 'update', clips_after_the_update, 'step', FORMULAS, 'learner/'),
+  'label smoothing is ignored': Fault(*LOSS, with_other_fields(label_smoothing=lambda _: 0.0), 'step', FORMULAS),
+  'z-loss counts twice': Fault(*LOSS, with_other_fields(z_loss_weight=lambda x: 2 * x), 'step', FORMULAS),
+  'clipping is left out': Fault(Learner, 'update', does_not_clip, 'step', FORMULAS, 'learner/'),
   'the schedule is a step ahead': Fault(
     schedules, 'learning_rate_at', lambda f: lambda rate, step: f(rate, step + 1), 'step', FORMULAS, 'learning_rate'
   ),
@@ -178,18 +181,18 @@ FAULTS = {
   'the average is of old weights': Fault(
     Learner, 'update', averages_before_the_update, 'step', FORMULAS, 'learner/ema_weights'
   ),
-  'one mask for all steps': Fault(Task, 'compute_loss', drops_alike_in_all_steps, 'step', FORMULAS),
+  'one mask for all steps': Fault(Task, 'compute_loss', has_equal_masks_in_all_steps, 'step', FORMULAS),
   'a step that is NaN is taken': Fault(
     learner_module, 'keep_if_finite', lambda f: lambda is_finite, new, old: new, 'step', 'weights that are NaN'
   ),
   'microbatches count alike': Fault(
-    accumulation, 'accumulate_gradients', changes_the_loss_of_microbatches(unweighted), 'microbatches', BY_HAND
+    task_module, 'accumulate_gradients', changes_the_loss_of_microbatches(unweighted), 'microbatches', MICROBATCHES
   ),
   'one mask for all microbatches': Fault(
-    accumulation, 'accumulate_gradients', changes_the_loss_of_microbatches(same_masks), 'microbatches', BY_HAND
+    task_module, 'accumulate_gradients', changes_the_loss_of_microbatches(same_masks), 'microbatches', MICROBATCHES
   ),
   'aux losses count twice with microbatches': Fault(
-    accumulation, 'accumulate_gradients', changes_the_loss_of_microbatches(with_aux_twice), 'microbatches', BY_HAND
+    task_module, 'accumulate_gradients', changes_the_loss_of_microbatches(with_aux_twice), 'microbatches', MICROBATCHES
   ),
   'one mask for all rows': Fault(jax.random, 'bernoulli', same_mask_for_all_rows, 'dropout', 'masks, one', 'rows of'),
   'documents see one another': Fault(
@@ -207,13 +210,13 @@ FAULTS = {
   'batches of an eval set count alike': Fault(
     evaluator, '_mean_over_batches', means_of_means, 'job', '', 'eval valid: '
   ),
-  'evals take the raw weights': Fault(
+  'evals use raw weights': Fault(
     Task, 'evaluation_variables', lambda f: lambda self, state: state.variables, 'job', '', 'eval valid: '
   ),
   'a resumed job repeats a batch': Fault(SyntheticIterator, 'set_state', repeats_a_batch, 'job', '', 'batch/'),
-  'a resumed job has another rng': Fault(restore, 'restore_or_init', draws_another_rng, 'job', ''),
+  'a resumed job has another rng': Fault(restore, 'restore_or_init', changes_the_rng, 'job', ''),
 }
-# Those that are found as others are.
+# These are found in the same way as others.
 SLOW = {'z-loss counts twice', 'the average is of old weights', 'batches of an eval set count alike'}
 
 
@@ -230,28 +233,26 @@ def decide(bench: Bench, claim: str, subject: str):
 
 @functools.cache
 def assert_sound(bench: Bench, claim: str, subject: str) -> None:
-  """The case holds without a fault; its references by hand are then known."""
+  """Checks that the case holds without a fault, and caches its references."""
   verdict = decide(bench, claim, subject)
   assert verdict.status == 'held', verdict.detail
 
 
 @pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
-def test_a_fault_that_all_layouts_have_is_found(name, bench, monkeypatch):
+def test_a_fault_of_all_layouts_is_found(name, bench, monkeypatch):
   fault = FAULTS[name]
   assert_sound(bench, fault.claim, fault.subject)
-  by_hand = {setting for setting in bench._runners if setting.by_hand}
-  kept = dict(bench._runners), dict(bench._trajectories)
-  where = fault.where
-  monkeypatch.setattr(where, fault.name, fault.make(getattr(where, fault.name)))
-  if where is restore:
+  runners, trajectories = dict(bench._runners), dict(bench._trajectories)
+  monkeypatch.setattr(fault.owner, fault.name, fault.replace(getattr(fault.owner, fault.name)))
+  if fault.owner is restore:
     monkeypatch.setattr('spmd_tasks.programs.train.restore_or_init', restore.restore_or_init)
-  if fault.claim in ('step', 'microbatches'):  # whose steps are compiled again
-    bench._runners = {setting: kept[0][setting] for setting in by_hand}
-    bench._trajectories = {setting: kept[1][setting] for setting in by_hand if setting in kept[1]}
+  if fault.claim in ('step', 'microbatches'):  # compile steps again, but not references
+    bench._runners = {setting: runner for setting, runner in runners.items() if setting.by_formulas}
+    bench._trajectories = {setting: steps for setting, steps in trajectories.items() if setting.by_formulas}
   try:
     verdict = decide(bench, fault.claim, fault.subject)
   finally:
-    bench._runners, bench._trajectories = kept
+    bench._runners, bench._trajectories = runners, trajectories
   assert verdict.status == 'BROKEN', verdict
   assert verdict.failure['leaf'].startswith(fault.leaf), verdict.detail
 

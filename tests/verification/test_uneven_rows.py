@@ -1,7 +1,7 @@
-"""The claim `rows` finds both ways in which rows that filled up a batch once had a gradient, when they are put back.
+"""The claim `rows` finds gradients of padded rows, which XLA computes if activations are split unevenly.
 
-Both are XLA's: where an activation is split unevenly, what fills up a device's part gets a gradient from whatever
-counts rows without a mask, and the scatter-add of a look-up adds it to row 0 of the table.
+XLA pads the shards of an unevenly split activation. Sums over rows without a mask give the padded rows a gradient, and
+the scatter-add of a lookup adds it to row 0 of the table.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class RouterLosses(Planted, MoeLanguageModel):
 
 def split_unevenly(scope, split_dims, shape, *, is_even=False):
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-  return even_spec(spec, shape, scope.mesh.shape) if is_even else spec  # a `shard_map` takes no other
+  return even_spec(spec, shape, scope.mesh.shape) if is_even else spec  # a `shard_map` needs even shards
 
 
 @pytest.mark.slow
@@ -59,12 +59,12 @@ def split_unevenly(scope, split_dims, shape, *, is_even=False):
     pytest.param(RouterLosses, '3 rows, data 2 x expert 2', marks=pytest.mark.exhaustive),
   ],
 )
-def test_rows_that_fill_up_have_no_gradient_and_are_found_if_they_have(experiment, subject, monkeypatch):
+def test_gradients_of_padded_rows_are_found(experiment, subject, monkeypatch):
   with contextlib.closing(Bench(source_of(experiment), num_devices=4, num_steps=1)) as bench:
     (case,) = (case for case in CLAIMS['rows'].cases(bench) if case.subject == subject)
     reference, setting = case.settings
-    found = bench.agree(setting, reference, train=False)
-    assert (found.first, found.num_steps) == (None, 1)
+    agreement = bench.agree(setting, reference, train=False)
+    assert (agreement.first, agreement.num_steps) == (None, 1)
     monkeypatch.setattr(ShardingScope, 'activation_spec', split_unevenly)
-    del bench._runners[setting]  # it is compiled again, and the reference is as it was
+    del bench._runners[setting]  # compile it again, but not the reference
     assert bench.agree(setting, reference, train=False).first.leaf == 'gradients/embedding/table'

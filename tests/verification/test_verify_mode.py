@@ -1,7 +1,4 @@
-"""--mode verify through the binary's `run`: every claim holds for the registered experiments and for a user's own.
-
-tests/verification shows that it finds what is wrong.
-"""
+"""--mode verify holds for registered experiments and for a user's own; test_planted_*.py show that it finds errors."""
 
 import json
 
@@ -10,7 +7,7 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.config.listing import list_experiments
 from spmd_tasks.verification import mode
-from spmd_tasks.verification._cases import Case, skipped
+from spmd_tasks.verification._cases import Case, skipped_case
 from spmd_tasks.verification.mode import CLAIMS
 from tests import binary
 from tests.model_folders import write_llama
@@ -19,7 +16,7 @@ TINY = [name for name, _ in list_experiments() if 'Tiny' in name or 'Uneven' in 
 
 
 def verify(capsys, name: str, *flags: str) -> tuple[int, dict, str]:
-  """The exit code, the last line, and all that was printed."""
+  """Runs --mode verify. Returns the exit code, the last line, and the whole output."""
   code = binary.run_in_process('--exp', name, '--mode', 'verify', *flags)
   printed = capsys.readouterr().out
   return code, json.loads(printed.splitlines()[-1]), printed
@@ -37,13 +34,13 @@ def test_every_claim_about_a_users_own_experiment(capsys):
   code, summary, printed = verify(capsys, name, '--cases', '1')
 
   assert_holds(code, summary, printed)
-  assert 'nothing in it can be made smaller' in printed
+  assert 'not shrunk' in printed
   for claim in CLAIMS:
     assert f'\n{claim} ' in printed, claim
   assert summary['skipped'] >= 1  # a plain model has no layers to pipeline
 
 
-# Of the user's own experiment above, all claims but that of pipelines are verified.
+# The test above verifies all claims except `pipeline` by default.
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('name', TINY)
@@ -51,22 +48,22 @@ def test_every_claim_about_every_tiny_experiment(capsys, name):
   assert_holds(*verify(capsys, name, '--cases', '3'))
 
 
-def test_wrong_flags_are_one_sentence(capsys):
+def test_wrong_flags_are_refused(capsys):
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--claims', 'mesh,psum') == 2
-  assert "--claims names 'psum', which is no claim: choose from step, mesh, pipeline" in capsys.readouterr().err
+  assert "'psum', which is not a claim: choose from step, mesh" in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--cases', '-1') == 2
-  assert '--cases -1 must be 0 or more' in capsys.readouterr().err
+  assert '--cases -1 must be at least 0' in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
   assert '--cases is for --mode verify: leave it out' in capsys.readouterr().err
 
 
 def test_an_exception_is_an_error_and_not_a_broken_claim():
-  """Of the experiment or of this package: nothing was compared."""
+  """Nothing was compared."""
 
   def fail(bench):
     raise TypeError('list indices must be integers')
 
-  cases = [Case(claim='mesh', subject='data 2', decide=fail), skipped('eval', 'evaluation', 'there is one device')]
+  cases = [Case(claim='mesh', subject='data 2', decide=fail), skipped_case('eval', 'evaluation', 'there is one device')]
   decided = [(case, mode._decide(case, None)) for case in cases]
   assert [verdict.status for _, verdict in decided] == ['ERROR', 'skipped']
   summary = json.loads(mode.summary(decided))
@@ -86,7 +83,7 @@ def test_an_exception_is_an_error_and_not_a_broken_claim():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('name, more', [('FullSft', ()), ('LoraDpo', ('reference=base',))])
 def test_every_claim_about_tuning_a_folder(name, more, capsys, tmp_path):
-  """Rows stay as long as they were, for a conversation is never divided."""
+  """Rows keep their length, because a conversation is not split."""
   folder = write_llama(tmp_path / 'model')
   words = [('the cat', ' sat on the mat'), ('a dog', ' ate'), ('def f(x):', ' return x'), ('the hat', ' and')] * 6
   if 'Dpo' in name:
@@ -102,5 +99,6 @@ def test_every_claim_about_tuning_a_folder(name, more, capsys, tmp_path):
     'learning_rate=1e-2',
     *more,
   ]
-  code, summary, printed = verify(capsys, f'finetune.{name}', *(flag for each in settings for flag in ('--set', each)))
+  flags = [flag for setting in settings for flag in ('--set', setting)]
+  code, summary, printed = verify(capsys, f'finetune.{name}', *flags)
   assert_holds(code, summary, printed)

@@ -1,4 +1,4 @@
-"""Tiny experiments that have all that a train step may have, for faults that are planted in the framework itself."""
+"""Tiny experiments with all features of a train step, for tests that plant faults in the framework."""
 
 import fiddle as fdl
 
