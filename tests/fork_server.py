@@ -58,7 +58,7 @@ def preload(others: Sequence[str]) -> None:
   import spmd_tasks
 
   for module in pkgutil.walk_packages(spmd_tasks.__path__, 'spmd_tasks.'):
-    if not module.name.startswith(('spmd_tasks.experiments', 'spmd_tasks._experiments', 'spmd_tasks.bridges.pax.')):
+    if not module.name.startswith(('spmd_tasks.experiments', 'spmd_tasks.bridges.pax.')):
       importlib.import_module(module.name)
   importlib.import_module('grain')  # which spmd_tasks imports where it is used
   from jax._src import xla_bridge
