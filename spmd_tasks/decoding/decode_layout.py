@@ -27,12 +27,12 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import num_parts, spec_axes
 
-# Platform -> positions of a block, where the chunks of prompts are multiples of it. A TPU's kernel copies each block.
+# Platform -> positions of a block, if chunks of prompts are a multiple of it. A TPU's kernel copies each block.
 _BLOCK_TOKENS, _SHORT_BLOCK_TOKENS = {'tpu': 64}, 16
-# Platform -> tokens of a chunk. To a CPU 64 at the end of 4,000 take as long as two steps of 32 texts; elsewhere a step
-# reads all weights anyway, and more tokens cost little beside that.
+# Platform -> tokens of a chunk. On a CPU, 64 tokens after 4,000 take as long as two steps of 32 texts. Elsewhere a step
+# reads all weights anyway, and more tokens add little.
 _CHUNK, _LONG_CHUNK = {'cpu': 64}, 256
-_LEAST_FEATURES = 64  # of a head, whose rows of 128 in a TPU's memory are half full
+_LEAST_FEATURES = 64  # of a head, which fill half of a TPU's rows of 128 numbers
 
 
 class DecodeLayout:
@@ -44,11 +44,12 @@ class DecodeLayout:
     block_tokens, table_len: b and M.
     num_blocks, num_parts: B and D.
     slots_per_part, blocks_per_part: N / D, rounded up, and B / D.
-    can_reuse: whether texts that begin alike can share blocks; False if the cache of a layer is a ring, or if what a
-      token reads depends on more than the tokens before it, as in encoder-decoders.
-    reads_cache: whether one program reads first and later chunks, by tables; texts without later chunks need none.
-    abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
-    state_shardings: these shardings, with the memory layouts that are not left to the compiler.
+    can_reuse: whether prompts that begin alike can share blocks; False if a layer's cache is a ring, or if a token sees
+      more than the tokens before it, as in encoder-decoders.
+    reads_cache: whether first chunks are read by the same program as later ones, with tables.
+    abstract_state: the DecodeState with true shapes.
+    padded_state: the DecodeState as it is stored, with padded shapes and shardings.
+    state_shardings: the shardings of `padded_state`, with the memory layouts that are not left to the compiler.
   """
 
   def __init__(
@@ -58,11 +59,11 @@ class DecodeLayout:
 
     Args:
       model: the model.
-      draft_model: a model whose cache takes memory beside this one's, with as many blocks.
-      target: if `model` is a draft model, the layout for the model that checks its drafts, which has as many blocks.
+      draft_model: the draft model, whose cache has the same number of blocks in the same memory.
+      target: for a draft model, the layout of the model that checks its drafts.
 
     Raises:
-      UserError: the memory has no room for a text of S tokens, or a draft model has another cache than its target.
+      UserError: the memory has no room for a text of S tokens, or a draft model cannot draft for its target.
     """
     settings, num_slots = model.settings, model.settings.num_slots
     self._model = model

@@ -146,7 +146,7 @@ class DecodeModel:
     if numbers is not None:
       model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
     positional, named = self._task.arguments(batch, train=False)
-    rows = {name: batch.get(name) for name in ('slots', 'tables', 'drafts')}
+    rows: dict[str, Any] = {name: batch.get(name) for name in ('slots', 'tables', 'drafts')}
     with (
       layer_scope(cache=dataclasses.replace(self._kv_cache, **rows)),
       self._task.layer_context(),

@@ -110,7 +110,7 @@ class KvCache:
 
   def write_routing(self, module: nn.Module, expert_ids: jax.Array, split_dims: SplitDims) -> None:
     if self.records_routing:
-      rows = split_dims and split_dims[0]
+      rows = split_dims[0] if split_dims else None
       box = WeightBox(value=expert_ids[:, None], split_dims=(rows, None, None, None), tags=(), stacked=0)
       module.put_variable(NEW_CACHE, EXPERT_IDS, box)
 
