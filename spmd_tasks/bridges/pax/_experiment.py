@@ -54,7 +54,7 @@ class PaxExperiment(Experiment):
   def __post_init__(self):
     if self._changed_settings() or self.eval_on_test:  # these may change the mesh or the steps
       for name, value in _fields_of(_task_of(self.pax_experiment()), self.eval_on_test).items():
-        if name not in self._given:
+        if self.setter_rank(name) > 0:  # not set in the constructor
           object.__setattr__(self, name, value)
     super().__post_init__()
 
