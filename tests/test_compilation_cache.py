@@ -117,7 +117,7 @@ def test_a_job_caches_its_programs_in_the_given_directory(tmp_path):
   flags += ['--mode', 'train', '--job_log_dir', tmp_path / 'job', '--compilation_cache', tmp_path / 'programs']
   done = binary.run_binary(*flags)
   assert done.returncode == 0, done.stderr[-2000:]
-  assert any('train_step' in path.name for path in (tmp_path / 'copies').iterdir())
+  assert any('train_step' in path.name for path in (tmp_path / 'programs').iterdir())
 
 
 def test_a_cache_in_a_store_is_downloaded_and_new_programs_are_uploaded(store, tmp_path, monkeypatch):
