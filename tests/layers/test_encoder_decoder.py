@@ -60,10 +60,10 @@ def test_dropout_drops_a_key_for_all_queries_and_a_feature_for_all_tokens():
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'cross': True}, 'cross=True goes without rotary'),
+    ({'cross': True}, 'cross=True does not support rotary'),
     ({'rotary': None, 'dropout_rate': 1.5}, 'a dropout rate of 1.5 must be from 0 to 1'),
     ({'rotary': None, 'logit_cap': float('inf')}, 'logit_cap=inf must be positive'),
-    ({'rotary': None, 'implementation': 'splash', 'even_padding': True}, 'has no evenly attending padding'),
+    ({'rotary': None, 'implementation': 'splash', 'even_padding': True}, 'evenly attending padding'),
   ],
 )
 def test_what_attention_cannot_do_is_refused(settings, message):

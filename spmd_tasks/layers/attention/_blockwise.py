@@ -1,8 +1,8 @@
 """Attention for a block of queries at a time, so that only their scores are in memory, [B, H, block, S].
 
-Each block's softmax sees all its keys at once: the results are those of the plain computation but for rounding. The
-backward pass computes a block's scores again (Rabe and Staats, 2021, "Self-attention does not need O(n^2) memory").
-With a window, a block reads only the keys within its reach.
+Each block's softmax is over all its keys at once: the results differ from the plain computation only by rounding. The
+backward pass recomputes a block's scores (Rabe and Staats, 2021, "Self-attention does not need O(n^2) memory"). With a
+window, a block reads only the keys within its reach.
 
 Shapes: as in _plain.py; N blocks, C queries of a block.
 """
@@ -22,7 +22,7 @@ def attend_blockwise(
 ) -> jax.Array:
   """Computes `attend` for `block` queries, C, at a time.
 
-  There may be fewer queries than keys; `first_column` is where the first query stands among them.
+  There may be fewer queries than keys; `first_column` is the first query's place among them.
   """
   query, key, value, segment_ids, key_segments = heads
   num_rows, length, num_heads, _ = query.shape
@@ -67,7 +67,7 @@ def attend_blockwise(
 
 
 def _pad(x: jax.Array, before: int, after: int) -> jax.Array:
-  """Adds zeros along the sequence, dim 1."""
+  """Pads the sequence, dim 1, with zeros."""
   return jnp.pad(x, [(0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)])
 
 

@@ -2,17 +2,17 @@
 
   axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)  # splits `seq` over the mesh axis `context`
 
-Only attention communicates. Two ways:
+Only attention communicates, in one of two ways:
 
-all-gather  each device gathers all keys and values, and computes its queries against them (Llama 3, 2024, section
-            3.3.2). Keys and values are small where heads share them.
-ring        keys and values go from device to device in a ring; each device adds up what its queries make of each part
-            (Liu et al., 2023, "Ring Attention"). No device ever holds all of them.
+all-gather  each device gathers all keys and values, and attends to them with its queries (Llama 3, 2024, section
+            3.3.2). Keys and values are small if query heads share them.
+ring        keys and values travel from device to device in a ring; each device accumulates the attention of its queries
+            to each part (Liu et al., 2023, "Ring Attention"). No device ever holds all of them.
 
-With a causal mask, late queries see more keys than early ones. So device i of P computes the i-th run of T / 2P queries
-and the (2P - 1 - i)-th: together they see as many keys as any other device's. `exchange` brings these queries to their
-device and `undo_exchange` the results back, so that no other part of the model sees another order than the text's;
-or a model's whole stack has its tokens in this order (`balance_tokens`), and only keys and values are put back.
+With a causal mask, late queries see more keys than early ones. Device i of P therefore computes the i-th run of T / 2P
+queries and the (2P - 1 - i)-th: every device's queries see the same number of keys. `exchange` sends these queries to
+their device and `undo_exchange` returns the results, so that the rest of the model keeps the order of the text. Or the
+whole stack has its tokens in this order (`balance_tokens`), and only keys and values are reordered.
 
 Shapes: as in implementations.py; P devices along the axes that split the tokens, t = T / P tokens of one.
 """
@@ -33,7 +33,7 @@ from spmd_tasks.sharding.specs import current_sharding_scope
 
 
 def attend_gathered(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, block: int) -> jax.Array:
-  """Computes `attend` from gathered keys and values, for `block` queries of a device at a time."""
+  """Computes `attend` with gathered keys and values, for `block` queries of a device at a time."""
 
   def attend_local(query, key, value, segments, sinks, _):
     key, value, key_segments = gather_tokens((key, value, segments), layout.tokens)
@@ -45,13 +45,13 @@ def attend_gathered(heads: Heads, options: AttentionOptions, *, layout: Attentio
 
 
 def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout) -> jax.Array:
-  """Computes `attend` while keys and values go round; the scores of t queries and t keys are in memory at a time."""
+  """Computes `attend` as keys and values go round; the scores of t queries and t keys are in memory at a time."""
   axes, num_parts = layout.tokens, layout.num_tokens
   scale = options.scale(heads.query.shape[-1])
 
   @jax.checkpoint
   def add(total: Total, queries: Run, keys: Run) -> Total:
-    """Adds to the sums what a run of queries sees in a run of keys."""
+    """Adds the attention of a run of queries to a run of keys."""
     values = keys.value
     assert values is not None
     logits = float32_product('BTGHK,BSGK->BGHTS')(queries.key, keys.key)
@@ -80,7 +80,7 @@ def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: Attention
       source = (me - distance) % num_parts
       early_keys, late_keys = _halves(Run(others[0], others[1], others[2], order[source]))
       late_total = add(late_total, late, early_keys)
-      if options.causal:  # of the other pairs of runs, the mask hides all but one, or two of a device's own
+      if options.causal:  # the mask hides all other pairs of runs but one, or two of a device's own keys
         early_total = jax.lax.cond(source <= me, add, _skip, early_total, early, early_keys)
         late_total = jax.lax.cond(source >= me, add, _skip, late_total, late, late_keys)
       else:
@@ -107,7 +107,7 @@ def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: Attention
 
 
 class Run(NamedTuple):
-  """Tokens that follow one another in the text: `key` holds keys [B, t, G, K], or queries [B, t, G, H/G, K]."""
+  """Consecutive tokens of the text: `key` holds keys [B, t, G, K], or queries [B, t, G, H/G, K]."""
 
   key: jax.Array
   value: jax.Array | None
@@ -129,7 +129,7 @@ def _skip(total: Total, queries: Run, keys: Run) -> Total:
 
 
 def _halves(run: Run) -> tuple[Run, Run]:
-  """The two runs of a device, the one that is earlier in the text first."""
+  """Returns the two runs of a device, the earlier one first."""
   half = run.columns.shape[0] // 2
 
   def part(start: int) -> Run:
@@ -140,18 +140,18 @@ def _halves(run: Run) -> tuple[Run, Run]:
 
 
 def gather_tokens(tree: Any, axes: Axes) -> Any:
-  """Gathers the tokens of all devices, dim 1 of each array; runs inside a `shard_map`."""
+  """Gathers the tokens of all devices, dim 1 of each array; called within `shard_map`."""
   return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)
 
 
 def balanced_order(length: int, num_parts: int) -> np.ndarray:
-  """Returns int32 [T], a multiple of 2 P: the place in the text of each token after `exchange`, device by device."""
+  """Returns int32 [T]: the place in the text of each token after `exchange`, device by device; 2 P must divide T."""
   runs = np.arange(length, dtype=np.int32).reshape(2 * num_parts, -1)
   return np.concatenate([runs[run] for i in range(num_parts) for run in (i, 2 * num_parts - 1 - i)])
 
 
 def in_text_order(tree: Any, num_parts: int) -> Any:
-  """Returns arrays of gathered tokens in the balanced order, [b, T, ...], in that of the text."""
+  """Returns gathered arrays [b, T, ...] in the order of the text, from the balanced order."""
   places = np.argsort(balanced_order(2 * num_parts, num_parts))
 
   def restore(x: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ def in_text_order(tree: Any, num_parts: int) -> Any:
 
 
 def balance_tokens(tree: Any, layout: AttentionLayout, *, back: bool = False) -> Any:
-  """Brings arrays [B, T, ...] into the balanced order, or `back`; T must be a multiple of 2 P."""
+  """Reorders arrays [B, T, ...] into the balanced order, or `back`; 2 P must divide T."""
   scope = current_sharding_scope()
   if scope is None or layout.num_tokens == 1:
     return tree
@@ -171,15 +171,15 @@ def balance_tokens(tree: Any, layout: AttentionLayout, *, back: bool = False) ->
 
 
 def exchange(x: jax.Array, axes: Axes) -> jax.Array:
-  """Brings the tokens of a device, [b, t, ...], into the balanced order; runs inside a `shard_map`.
+  """Reorders the tokens of a device, [b, t, ...], into the balanced order; called within `shard_map`.
 
-  Device d holds the runs 2d and 2d + 1. Even runs go to one another's devices in one permutation, odd runs in a second.
+  Device d holds the runs 2d and 2d + 1. One permutation sends the even runs, another the odd runs.
   """
   num_parts = jax.lax.axis_size(axes)
   even, odd = jnp.split(x, 2, axis=1)
   even = jax.lax.ppermute(even, axes, _routes(num_parts, 0))
   odd = jax.lax.ppermute(odd, axes, _routes(num_parts, 1))
-  # Of device i's two runs, i is even where i is, and 2P - 1 - i is odd where i is even.
+  # Device i gets the runs i and 2P - 1 - i: the first is even if i is, the second is odd if i is even.
   is_even = jax.lax.axis_index(axes) % 2 == 0
   return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1)
 
@@ -196,6 +196,6 @@ def undo_exchange(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _routes(num_parts: int, parity: int) -> list[tuple[int, int]]:
-  """(from, to) of the even (0) or odd (1) run of every device."""
+  """Returns (source, target) of the even (0) or odd (1) run of every device."""
   runs = range(parity, 2 * num_parts, 2)
   return [(run // 2, run if run < num_parts else 2 * num_parts - 1 - run) for run in runs]

@@ -1,12 +1,12 @@
 """cuDNN's attention on the rows and heads of each device: XLA's custom calls for it, with packed documents.
 
-`jax.nn.dot_product_attention` makes the same calls, but it tells documents apart by a bias [B, 1, T, T] only, whose
-gradient it computes too; it asks this process's GPU what is allowed, which a plan does not have; and a layer that is
-computed again for its gradient runs the kernel again. Here results and softmax denominators have ATTENTION_NAME.
+`jax.nn.dot_product_attention` makes the same calls, but it separates documents only by a bias [B, 1, T, T], whose
+gradient it computes too; it asks this process's GPU what is supported, but a plan has no GPU; and remat runs the kernel
+again. Here results and softmax denominators have the checkpoint name ATTENTION_NAME.
 
-Documents are given to cuDNN as offsets into the row, so that it skips what lies between two of them, on Hopper and
-later. It computes each of the [B, M] segments as if it had T tokens, so M is small. Rows with more documents, or whose
-documents do not follow each other in the order of their ids, are told apart by the bias instead, all rows of a device.
+On Hopper and later, cuDNN gets documents as offsets into the row, and skips pairs of tokens of different documents. It
+computes each of the [B, M] segments as if it had T tokens, so M is small. If a row has more documents, or they are not
+in the order of their ids, all rows of the device use the bias instead.
 
 Shapes: B rows, T tokens, H query heads, G key/value heads, K head dim, V dim of a value; M segments of a row.
 """
@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
 
-_TOKENS_OF_A_SEGMENT = 256  # M = T / this: at the mean, cuDNN has room for documents of this length
+_TOKENS_OF_A_SEGMENT = 256  # M = T / this: documents of this mean length fit
 _LEAST_SEGMENTS, _MOST_SEGMENTS = 4, 32
-_MASKED = -(2.0**41)  # JAX's: two much larger numbers subtracted from another are wrong in cuDNN
+_MASKED = -(2.0**41)  # as in JAX: cuDNN computes wrong differences of much larger numbers
 
 
 class _Static(NamedTuple):
-  """What a call is compiled for; `num_segments` is 0 where documents are always told apart by a bias."""
+  """Static arguments of a call; `num_segments` is 0 if documents are always separated by a bias."""
 
   scale: float
   causal: bool
@@ -44,9 +44,9 @@ def attend_by_cudnn(
   layout: AttentionLayout,
   has_offsets: bool,
 ) -> jax.Array:
-  """Computes `attend`; `has_offsets` says whether the GPU's cuDNN takes packed documents as offsets.
+  """Computes `attend`; `has_offsets`: whether the GPU's cuDNN supports packed documents as offsets.
 
-  With a bias cuDNN wants an even number of tokens; what a token that is added sees is cut off.
+  With a bias, cuDNN needs an even number of tokens; the result of a padded token is dropped.
   """
   length, head_dim = heads.query.shape[1] + heads.query.shape[1] % 2, heads.query.shape[-1]
   num_segments = min(_MOST_SEGMENTS, max(_LEAST_SEGMENTS, length // _TOKENS_OF_A_SEGMENT)) if has_offsets else 0
@@ -80,7 +80,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_documents(kernel: Any, segments: jax.Array | None, static: _Static, *arrays: jax.Array) -> Any:
-  """Runs a kernel without documents, with offsets where they fit, and with a bias where they do not."""
+  """Runs a kernel without documents, with their offsets if they fit, or else with a bias."""
   if segments is None:
     return kernel(static, None, None, *arrays)
 
@@ -98,12 +98,12 @@ def _by_documents(kernel: Any, segments: jax.Array | None, static: _Static, *arr
 
 
 class _Places(NamedTuple):
-  """Where the segments of all rows lie.
+  """The places of the segments of all rows.
 
   Attributes:
-    lengths: int32 [B * M], the tokens of each segment, those of a row after those of the row before; then zeros.
-    starts: int32 [B * (M + 1)], the token of [B * T] that each begins with; B * T after the last.
-    segment, column: int32 [B, T], of each token the number of its segment, and its place there.
+    lengths: int32 [B * M], the number of tokens of each segment, row by row; then zeros.
+    starts: int32 [B * (M + 1)], the first token of each segment among the B * T; B * T after the last.
+    segment, column: int32 [B, T], the number of each token's segment, and the token's place in it.
   """
 
   lengths: jax.Array
@@ -113,12 +113,12 @@ class _Places(NamedTuple):
 
 
 def _begins(segments: jax.Array) -> jax.Array:
-  """Bool [B, T]: whether a token is the first of a segment."""
+  """Returns bool [B, T]: whether a token is the first of a segment."""
   return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 
 def _fits(segments: jax.Array, num_segments: int) -> jax.Array:
-  """Whether each row has at most M segments, which are its documents: ids rise; padding may follow at the end."""
+  """Returns whether each row has at most M segments, in the order of their ids, with padding only at the end."""
   ids = jnp.where(segments > 0, segments, jnp.iinfo(jnp.int32).max - 1 - segments)  # 0, and -1 after it, come last
   return jnp.all(ids[:, 1:] >= ids[:, :-1]) & jnp.all(jnp.sum(_begins(segments), axis=1) <= num_segments)
 
@@ -146,7 +146,7 @@ def _forward(static, bias, places, query, key, value):
   )
   operands = (query, key, value, *(() if bias is None else (bias,)))
   attended, sums = _call(static, bias, places, operands, results, is_backward=False)
-  if places is not None:  # of each segment, from the left; kept for each token
+  if places is not None:  # from the tokens of each segment to the tokens of each row
     sums = jnp.moveaxis(sums[places.segment, :, places.column], 2, 1)
   return jnp.swapaxes(attended, 1, 2), sums
 
@@ -173,17 +173,17 @@ def _call(
   *,
   is_backward: bool,
 ) -> Sequence[jax.Array]:
-  """Calls cuDNN; results [B, H, T, K] lie in memory as [B, T, H, K] do."""
+  """Calls cuDNN; results [B, H, T, K] have the memory layout of [B, T, H, K]."""
   query, key = operands[:2]
   mask = 'CAUSAL' if static.causal else 'NO_MASK'
   if places is not None:
     mask = 'PADDING_CAUSAL' if static.causal else 'PADDING'
     rows = len(query), -1
     offsets = (places.starts * (x.shape[2] * x.shape[3]) for x in (query, key))  # in numbers, not in tokens
-    operands = (*operands, *[places.lengths.reshape(rows)] * 2, *(each.reshape(rows) for each in offsets))
+    operands = (*operands, *[places.lengths.reshape(rows)] * 2, *(x.reshape(rows) for x in offsets))
   call = jax.ffi.ffi_call(
     f'__cudnn$fmha{"" if bias is None else "ScaleBias"}Softmax{"Backward" if is_backward else ""}',
-    (*results, jax.ShapeDtypeStruct((0,), jnp.uint8)),  # the last is memory that the kernel works with
+    (*results, jax.ShapeDtypeStruct((0,), jnp.uint8)),  # the last is the kernel's workspace
     vmap_method='sequential',
     output_layouts=[*((0, 2, 1, 3) if len(x.shape) == 4 else None for x in results), None],
     custom_call_api_version=2,
@@ -192,7 +192,7 @@ def _call(
   return call(*operands)[:-1]
 
 
-# The dims of query, key, value, scores and their gradients that cuDNN's products contract, and those of rows and heads.
+# cuDNN's products -> the dims of both operands that are contracted, and the operands' batch dims: rows and heads.
 _PRODUCTS = {
   False: {'bmm1': ((3, 3), (0, 2), (0, 2)), 'bmm2': ((3, 1), (0, 1), (0, 2))},
   True: {
@@ -207,7 +207,7 @@ _PRODUCTS = {
 def _config(
   static: _Static, mask: str, query: jax.Array, key: jax.Array, places: _Places | None, is_backward: bool
 ) -> str:
-  """Returns XLA's CudnnfMHABackendConfig in the form of JSON, as JAX writes it."""
+  """Returns XLA's CudnnfMHABackendConfig as JSON, as JAX writes it."""
   num_rows, length, num_heads, _ = query.shape
   scores = {
     'element_type': {'bfloat16': 'BF16', 'float16': 'F16'}[query.dtype.name],

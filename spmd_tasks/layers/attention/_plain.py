@@ -1,4 +1,4 @@
-"""What all implementations of attention take, and the plain one: masks, capped logits, sinks, weighted sums of values.
+"""The arguments of every implementation of attention, and the plain one: masks, logit caps, sinks, sums of values.
 
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, K head dim, V dim of a value.
 """
@@ -20,14 +20,14 @@ from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_par
 if TYPE_CHECKING:
   from spmd_tasks.layers.attention.positions import PositionBias
 
-BLOCK = 256  # how many queries are compared at a time where their scores are not to be in memory for all
+BLOCK = 256  # queries whose scores are in memory at a time, by the implementations that limit them
 
-# The `checkpoint_name` of what a kernel's backward pass needs of its forward pass: results and softmax denominators.
+# The `checkpoint_name` of what a kernel's forward pass saves for its backward pass: results and softmax denominators.
 ATTENTION_NAME = 'attention'
 
 
 class Heads(NamedTuple):
-  """What attends to what.
+  """Queries, and the keys and values that they attend to.
 
   Attributes:
     query, key, value: [B, T, H, K], [B, S, G, K] and [B, S, G, V].
@@ -43,18 +43,18 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-  """Settings by which queries and keys are compared.
+  """How an attention compares queries and keys.
 
   Attributes:
-    causal: whether a token sees itself and earlier tokens only.
-    window: how many tokens of its document a token sees, itself included; None: all.
+    causal: whether a token sees only itself and earlier tokens.
+    window: how many tokens of its document a token sees, including itself; None: all.
     softmax_scale: factor of the logits; None: 1 / sqrt(K).
-    logit_cap: bounds the logits softly, see `soft_cap`.
+    logit_cap: caps the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
     bias: relative position biases, added to the logits.
     has_prefix: whether segment ids are 2 * document, + 1 for a token of the document's prefix.
-    even_padding: whether padding, segment 0, attends evenly to all tokens in place of other padding.
-    gradient_keys: see `Attention`; 'splash' alone has it.
+    even_padding: whether padding, segment 0, attends evenly to all tokens instead of to other padding.
+    gradient_keys: see `Attention`; only 'splash' uses it.
   """
 
   causal: bool = True
@@ -68,14 +68,14 @@ class AttentionOptions:
   gradient_keys: int | None = None
 
   def scale(self, head_dim: int) -> float:
-    """The factor of the logits for K features."""
+    """Returns the factor of the logits for K features."""
     return self.softmax_scale or 1.0 / math.sqrt(head_dim)
 
 
 def check_gradient_keys(gradient_keys: int | None) -> None:
-  """Raises a UserError for what an attention layer's `gradient_keys` cannot be."""
+  """Raises a UserError if an attention layer's `gradient_keys` is not a positive multiple of 1024."""
   if gradient_keys is not None and (gradient_keys < 1 or gradient_keys % 1024):
-    raise UserError(f'gradient_keys={gradient_keys} must be a multiple of 1024, or None for two kernels.')
+    raise UserError(f'gradient_keys={gradient_keys} must be a positive multiple of 1024, or None for two kernels.')
 
 
 Axes = tuple[str, ...]
@@ -83,7 +83,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
-  """The mesh axes, of more than one device, that split B, T and H of queries, and into how many parts."""
+  """The mesh axes, of more than one device, that split B, T and H of queries, and the numbers of parts."""
 
   rows: Axes = ()
   tokens: Axes = ()
@@ -94,7 +94,7 @@ class AttentionLayout:
 
 
 def attention_layout(split_dims: SplitDims, num_rows: int) -> AttentionLayout:
-  """Returns how the current mesh and axis rules split queries of these split dims; nothing outside of a scope."""
+  """Returns how the current mesh and axis rules split queries with these split dims; outside a scope, they do not."""
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
     return AttentionLayout()
@@ -114,7 +114,7 @@ def attention_layout(split_dims: SplitDims, num_rows: int) -> AttentionLayout:
 
 
 def attend_plainly(heads: Heads, options: AttentionOptions) -> jax.Array:
-  """Computes `attend` with all scores in memory."""
+  """Computes `attend` with the scores of all queries in memory."""
   columns, key_columns = jnp.arange(heads.query.shape[1]), jnp.arange(heads.key.shape[1])
   may_see = visible(columns, key_columns, heads.segment_ids, heads.key_segments, options)
   bias = None if options.bias is None else options.bias.between(columns, key_columns)
@@ -130,9 +130,9 @@ def visible(
 ) -> jax.Array:
   """Returns the mask [B or 1, T, S]: true where a query may see a key.
 
-  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
-  document reads padding. Columns int32 [T] and [S] are the places in the row; segments int32 [B, T] and [B, S] the
-  documents, None for one per row.
+  Padding (segment 0) attends only to padding. Every query then has a key, so its softmax is finite, and no token of a
+  document attends to padding. Columns, int32 [T] and [S], are the places in the row; segments, int32 [B, T] and [B, S],
+  the documents, or None for one per row.
   """
   distance = query_columns[:, None] - key_columns[None, :]
   in_order = (distance >= 0)[None]
@@ -164,8 +164,8 @@ def attend_to_visible(
   The mask `may_see` is bool [B or 1, T, S]; `bias`, float32 [H, T, S], is added to the logits.
   """
   num_rows, length, num_heads, head_dim = query.shape
-  # Heads come before tokens in all products. Asked for tokens first, `einsum` computes [V, T] or [S, T], and XLA's CPU
-  # compiler transposes the weights for it, which are the largest arrays here.
+  # Heads come before tokens in all products. If tokens came first, `einsum` would compute [V, T] or [S, T], for which
+  # XLA's CPU compiler transposes the attention weights, the largest arrays here.
   queries = jnp.moveaxis(query.reshape(num_rows, length, key.shape[2], -1, head_dim), 1, 3)
   keys, values = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
   scale = options.scale(head_dim)
@@ -196,7 +196,7 @@ def _attend(
 ) -> jax.Array:
   """Returns [B, G, R, T, V] without cap and sinks; the backward pass computes one array of the weights' size.
 
-  The gradient of a softmax needs, for each query, the sum over S of weights times their cotangents. That is the sum
+  The gradient of a softmax needs, for each query, the sum over S of weights times their cotangents. It equals the sum
   over V of results times their cotangents, which are far smaller (Dao et al., 2022: FlashAttention). The result of a
   query that sees nothing, the mean of all values, has no gradient with respect to queries and keys.
   """
@@ -213,13 +213,13 @@ def _attend_forward(queries, keys, values, bias, may_see, scale):
 
 def _attend_backward(scale, saved, cotangent):
   queries, keys, values, weights, attended, sees_keys, has_bias = saved  # None or (): a bool would become an array
-  # Of a query that sees keys, the weights of others are 0; one that sees none has its weights whatever the logits.
+  # A query that sees keys has weight 0 on all others. The weights of a query that sees none do not depend on logits.
   seeing = jnp.where(sees_keys, cotangent, 0)
   sums = jnp.sum(attended.astype(jnp.float32) * seeing.astype(jnp.float32), axis=-1, keepdims=True)
   logits_cotangent = weights * (_products(seeing, values) - sums)
   bias_cotangent = jnp.sum(logits_cotangent, axis=0, keepdims=True) if has_bias is not None else None
   products_cotangent = (logits_cotangent * scale).astype(queries.dtype)
-  # [K, S] and [V, S], for which the larger factor need not be transposed.
+  # As [K, S] and [V, S], the larger factor need not be transposed.
   keys_cotangent = jnp.einsum('BGRTK,BGRTS->BGKS', queries, products_cotangent)
   values_cotangent = jnp.einsum('BGRTV,BGRTS->BGVS', cotangent, weights.astype(values.dtype))
   queries_cotangent = _weighted_sum(products_cotangent, keys)
@@ -232,8 +232,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
   """Returns the softmax over S, float32, of logits [B, G, H/G, T, S] where the mask is true, and 0 elsewhere.
 
-  A query that sees nothing has equal weights on all keys. `sinks` [H] are one more logit per head, whose share of the
-  softmax is dropped, so that a head may attend to nothing (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025).
+  A query that sees nothing has equal weights on all keys. `sinks` [H] add a logit per head, whose share of the softmax
+  is dropped, so that a head may attend to nothing (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025).
   """
   masked = jnp.where(mask, logits, -1e30)
   if sinks is None:

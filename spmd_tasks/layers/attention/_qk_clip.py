@@ -1,11 +1,12 @@
-"""QK-clip: factors that shrink a head's queries and keys after a step in which its largest logit passed a bound.
+"""QK-clip: factors that shrink a head's queries and keys after a step in which its largest logit exceeded a bound.
 
-Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, with Muon: MuonClip. With S the largest logit of a
-head over all pairs of tokens of the batch and gamma = min(1, bound / S), kernels of queries and keys are multiplied by
-sqrt(gamma) after the optimizer's step. Keys that several query heads share stay, and their queries take all of gamma.
+Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, with Muon: MuonClip. Let S be the largest logit of
+a head over all pairs of tokens of the batch, and gamma = min(1, bound / S). The kernels of queries and keys are
+multiplied by sqrt(gamma) after the optimizer's step. If several query heads share keys, only their queries are scaled,
+by gamma.
 
-Attention leaves the factors in the collection WEIGHT_FACTORS, and the learner multiplies by them (learning/learner.py).
-The logits are computed once more for the maximum alone, so that every implementation of attention will do.
+Attention writes the factors to the collection WEIGHT_FACTORS, and the learner multiplies by them (learning/learner.py).
+The logits are computed a second time for the maximum, so that every implementation of attention supports it.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, C queries of a block, S keys.
 """
@@ -27,19 +28,19 @@ from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 def shrinkage(
   query: jax.Array, key: jax.Array, segment_ids: jax.Array | None, options: AttentionOptions, bound: float
 ) -> jax.Array:
-  """Returns gamma, float32 [H, 1] in (0, 1], from each head's largest logit over all tokens but padding (segment 0).
+  """Returns gamma, float32 [H, 1] in (0, 1], from each head's largest logit over all tokens except padding (segment 0).
 
-  Takes [B, T, H, K], [B, T, G, K] and int32 [B, T] or None; of the options, `causal`, `window` and the scale count.
+  Takes [B, T, H, K], [B, T, G, K] and int32 [B, T] or None; uses `causal`, `window` and the scale of the options.
   """
   if current_layer_scope().balanced_tokens:
-    raise UserError('qk_clip compares tokens in the order of the text: set balances_tokens=False.')
+    raise UserError('qk_clip needs tokens in the order of the text: set balances_tokens=False.')
   query, key = jax.lax.stop_gradient((query, key))
   num_rows, length, num_heads, head_dim = query.shape
   block = min(BLOCK, length)
   scale = options.scale(head_dim)
 
   def of_block(first: jax.Array) -> jax.Array:
-    first = jnp.minimum(first, length - block)  # the last block takes queries of the one before, not other ones
+    first = jnp.minimum(first, length - block)  # the last block overlaps the one before it
     queries = jax.lax.dynamic_slice_in_dim(query, first, block, axis=1)
     queries = queries.reshape(num_rows, block, key.shape[2], -1, head_dim)
     logits = jnp.einsum('BCGRK,BSGK->GRBCS', queries, key, preferred_element_type=jnp.float32) * scale
@@ -53,10 +54,10 @@ def shrinkage(
   return (bound / jnp.maximum(largest, bound))[:, None]
 
 
-def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dims: SplitDims, *, train: bool) -> None:
-  """Leaves factors [H, K or 1] of weights [..., H, K] for the learner; in evaluation and generation, does nothing.
+def write_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dims: SplitDims, *, train: bool) -> None:
+  """Writes factors [H, K or 1] of weights [..., H, K] for the learner; does nothing in evaluation and generation.
 
-  `factors` are by the weight's name below the attention; `split_dims` are those of the queries' kernel [D, H, K].
+  `factors` are by the weight's name below the attention; `split_dims` belong to the queries' kernel [D, H, K].
   """
   if not train and not module.is_initializing():
     return
@@ -71,10 +72,10 @@ def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dim
 def clip_logits(
   attention: Any, query: jax.Array, key: jax.Array, segment_ids: Any, options: AttentionOptions, *, train: bool
 ) -> None:
-  """Leaves the factors of an `Attention`'s kernels, which shrink heads whose largest logit passed its `qk_clip`."""
+  """Writes the factors of an `Attention`'s kernels, which shrink heads whose largest logit exceeded its `qk_clip`."""
   gamma = shrinkage(query, key, segment_ids, options, attention.qk_clip)
   own_keys = key.shape[2] == attention.num_heads
   of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
   names = ('kernel', 'bias') if attention.use_bias else ('kernel',)
   factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
-  leave_factors(attention, factors, attention.query_split_dims, train=train)
+  write_factors(attention, factors, attention.query_split_dims, train=train)

@@ -1,7 +1,7 @@
-"""Attention by splash, JAX's Pallas kernel for TPUs: no scores in memory, and masked blocks are skipped.
+"""Attention by splash, JAX's Pallas kernel for TPUs: keeps no scores in memory, and skips masked blocks.
 
-The kernel runs on one device, for some rows and heads. Where the tokens of a sequence are split over devices, each
-gathers all keys and values; see _context.py for which queries it computes.
+The kernel computes one device's rows and heads. If the tokens of a sequence are split over devices, each device gathers
+all keys and values; _context.py explains which queries it computes.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
 """
@@ -32,11 +32,11 @@ _LARGEST_BLOCK = 1024
 
 
 def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, interpret: bool) -> jax.Array:
-  """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
+  """Computes `attend` by the kernel; `interpret` interprets it on any platform, slowly."""
   query = heads.query * jnp.asarray(options.scale(heads.query.shape[-1]), heads.query.dtype)
   axes, is_split, is_balanced = layout.tokens, layout.num_tokens > 1, current_layer_scope().balanced_tokens
 
-  # Of an Ironwood's matrix units, 256 wide, the features of one head fill half.
+  # The features of one head fill half of an Ironwood's matrix units, which are 256 wide.
   is_half = query.shape[-1] == _TILE and current_device().device_kind == 'TPU7x'
   flat = _all_heads_at_once if is_half else lambda x: x
 
@@ -74,9 +74,9 @@ def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: Attenti
 
 
 def _all_heads_at_once(x: jax.Array) -> jax.Array:
-  """Returns x [B, T, H, K], so that the product that gives or takes it has rows of H K features.
+  """Returns x [B, T, H, K], laid out so that the product before or after it has rows of H K features.
 
-  In the kernel's layout the compiler would multiply head by head.
+  With the kernel's layout, the compiler would multiply head by head.
   """
   return jax.lax.optimization_barrier(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
@@ -100,9 +100,9 @@ def _kernel(
   num_parts: int,
   interpret: bool,
 ) -> Any:
-  """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`.
+  """Returns the kernel for the heads of a device: (query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks).
 
-  With T split into parts, it is a tree of tables; the part of device i is for the queries that `exchange` gives it.
+  If T is split into parts, it is a tree of tables; device i's part is for the queries that `exchange` sends to it.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention  # Pallas takes a second to import
 
@@ -110,14 +110,14 @@ def _kernel(
   shape, num_tables = (length, length), num_parts
   if causal:
     mask = _causal_mask(shape, window)
-  else:  # the same for every part, which JAX's tables of parts cannot say
+  else:  # the same for every part, which JAX's tables do not express
     mask, num_tables = splash_attention.FullMask((length // num_parts, length)), 1
   if causal and num_parts > 1:
-    mask.q_sequence = balanced_order(length, num_parts)  # which query stands where
-  run = length // (2 * num_parts) if num_parts > 1 else length  # queries that follow one another
+    mask.q_sequence = balanced_order(length, num_parts)  # the place in the text of each query
+  run = length // (2 * num_parts) if num_parts > 1 else length  # consecutive queries
   block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if run % size == 0)
   compute = next(size for size in range(min(block, _LARGEST_BLOCK // 2), 0, -_TILE) if block % size == 0)
-  # One kernel for all gradients computes scores once less, but leaves a part of the queries' for each block of keys.
+  # One kernel for all gradients computes scores once less, but returns partial query gradients for each block of keys.
   keys = gradient_keys or block
   has_one_kernel = gradient_keys is not None and length % keys == 0 and keys % compute == 0
   make = functools.partial(
@@ -140,13 +140,13 @@ def _kernel(
     residual_checkpoint_name=ATTENTION_NAME,
     interpret=interpret,
   )
-  # The mask's tables are constants of the program. The caller is tracing a step; a fresh thread has no trace context.
+  # The mask's tables are constants of the program. The caller is tracing a step; a new thread has no trace context.
   with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
     return executor.submit(lambda: jax.tree.map(np.asarray, make())).result()
 
 
 def _causal_mask(shape: tuple[int, int], window: int | None) -> Any:
-  """JAX's mask, with shortcuts for blocks that are seen by all queries or by none: of 128k tokens most blocks are."""
+  """Returns JAX's mask, with shortcuts for blocks that all queries see, or none: most blocks of 128k tokens."""
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   base: Any = splash_attention.CausalMask if window is None else splash_attention.LocalMask

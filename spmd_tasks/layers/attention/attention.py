@@ -31,45 +31,46 @@ class Attention(WithSublayers, kw_only=True):
   """Attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
-  also `query_norm` and `key_norm` (each under `.../scale`), with `sinks`
-  also `sinks` [H], with `position_bias` also `position_bias/table`. Query head h reads key/value head
-  h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached
-  (layers/cache.py).
+  also `query_norm` and `key_norm` (each under `.../scale`), with `sinks` also `sinks` [H], with `position_bias` also
+  `position_bias/table`. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the dtype.
+  During generation, keys and values are cached (layers/cache.py).
 
   Fields:
     num_heads: H.
     num_kv_heads: G, a divisor of H; None means H.
     head_dim: K; None means D / H, so H must divide D.
     causal: whether a token sees only itself and earlier tokens.
-    cross: whether keys and values are those of an encoder's text in place of the layer's own; then `causal` and
-      `rotary` do not apply. When text is generated, they are computed once per request.
+    cross: whether keys and values are computed from the encoder's result; `causal` and `rotary` then do not apply.
+      During generation, they are computed once per request.
     window: how many tokens of its document a token sees, counting itself and those before it (Beltagy et al., 2020;
       Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
-    rotary: rotary positions of queries and keys; None for models with other positions.
+    rotary: rotary positions of queries and keys; None: none.
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020). A template
-      in place of True says which: with `num_dims=2` it is one norm over all heads, with scales [H, K] and [G, K]
+      in place of True configures the norm: `num_dims=2` normalizes over all heads, with scales [H, K] and [G, K]
       (OLMo 2), which are split as the kernels are.
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
-    position_bias: a RelativePositionBias of this layer; None: the biases that the call gives, for all layers, or none.
+    position_bias: this layer's RelativePositionBias; None: the call's `position_bias`, which all layers share, if any.
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
-    logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
+    logit_cap: caps the attention logits softly, see `soft_cap`; None: no cap.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
-    qk_clip: after a step in which a head's largest logit passed this bound, its queries and keys are multiplied so that
-      the logit would be the bound (Kimi K2; 100 there); see _qk_clip.py. Wants the optimizer MuonClip. None: off.
-    even_padding: whether padding attends evenly to all tokens of its row, as T5X has it, in place of other padding.
-      No token of a document reads padding in either case.
-    dropout_rate: in training, of the attention probabilities: one key is dropped for all queries of a head alike (T5X).
+    qk_clip: after a step in which a head's largest logit exceeded this bound, its query and key kernels are scaled so
+      that the logit would equal the bound (Kimi K2; 100 there); see _qk_clip.py. Needs the optimizer MuonClip. None:
+      off.
+    even_padding: whether padding attends evenly to all tokens of its row, as in T5X, instead of to other padding. No
+      token of a document attends to padding in either case.
+    dropout_rate: of the attention probabilities in training: a key is dropped for all queries of a head (T5X).
     use_bias: whether the projections have a bias.
-    out_bias: whether the output projection has one; None means `use_bias`. Qwen 2 has biases but this.
+    out_bias: whether the output projection has a bias; None means `use_bias`. Qwen 2 has False.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
-    query_init_scale: that of the query projection; None means `init_scale`. T5 has 1 / K, with `softmax_scale=1`.
+    query_init_scale: FanInNormal's scale for the query projection; None means `init_scale`. T5 has 1 / K, with
+      `softmax_scale=1`.
     implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs), 'splash' (TPUs) or 'ring' (sequences split over devices),
       see implementations.py; None for the best that the mesh's devices have.
-    gradient_keys: 'splash' computes all gradients in one kernel, for so many keys at a time where they divide T: five
-      products of scores in place of seven, but T / gradient_keys parts of the queries' gradients in memory. For T from
-      some 64k on; 2048 fits a TPU's usual 16 MiB of vector memory for kernels. None: in two kernels.
+    gradient_keys: 'splash' computes all gradients in one kernel, for this many keys at a time if they divide T: five
+      products of scores instead of seven, but T / gradient_keys partial gradients of the queries in memory. Useful from
+      about 64k tokens on; 2048 fits a TPU's usual 16 MiB of vector memory. None: two kernels.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
@@ -109,18 +110,18 @@ class Attention(WithSublayers, kw_only=True):
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   adapters: tuple[Any, ...] = ()
 
-  adaptable = staticmethod(lambda layer: kernels('query', 'key', 'value', 'out'))  # those that can have adapters
+  adaptable = staticmethod(lambda layer: kernels('query', 'key', 'value', 'out'))
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
       raise UserError(
-        f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
-        'causal=True, so set both, or window=None.'
+        f'window={self.window} with causal={self.causal}: a window is at least 1 and needs causal=True. Set both, or '
+        'window=None.'
       )
     if self.cross and (self.rotary or self.window or self.position_bias or self.qk_clip):
       raise UserError(
-        'cross=True goes without rotary, window, position_bias and qk_clip, as the keys are those of another text: set '
-        'them to None.'
+        'cross=True does not support rotary, window, position_bias and qk_clip, because the keys belong to another '
+        'text: set them to None.'
       )
     for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
       if (bound := getattr(self, name)) is not None and not 0 < bound < float('inf'):
@@ -128,8 +129,8 @@ class Attention(WithSublayers, kw_only=True):
     check_gradient_keys(self.gradient_keys)
     if self.qk_clip is not None and (self.qk_norm or self.adapters):
       raise UserError(
-        'qk_clip scales whole kernels of queries and keys, so it goes without qk_norm, which bounds the logits itself, '
-        'and without adapters: unset one of them.'
+        'qk_clip scales whole query and key kernels, so it does not support adapters, nor qk_norm, which bounds the '
+        'logits itself: unset one of them.'
       )
     super().__post_init__()
 
@@ -137,11 +138,11 @@ class Attention(WithSublayers, kw_only=True):
     """Returns G and K."""
     if self.num_heads < 1 or (self.head_dim is None and model_dim % self.num_heads):
       raise UserError(
-        f'num_heads={self.num_heads} does not divide the model dim {model_dim}: set head_dim, or choose a divisor.'
+        f'the model dim {model_dim} is not divisible by num_heads={self.num_heads}: set head_dim, or choose a divisor.'
       )
     num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
     if num_kv_heads < 1 or self.num_heads % num_kv_heads:
-      raise UserError(f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: set a divisor.')
+      raise UserError(f'num_heads={self.num_heads} is not divisible by num_kv_heads={num_kv_heads}: choose a divisor.')
     return num_kv_heads, model_dim // self.num_heads if self.head_dim is None else self.head_dim
 
   @nn.compact
@@ -163,14 +164,16 @@ class Attention(WithSublayers, kw_only=True):
       x: float [B, T, D].
       segment_ids: int32 [B, T], the document of each token; None: one document per row.
       segment_pos: int32 [B, T], the position in the document; `rotary` and generation need it.
-      position_bias: relative position biases, where the layer has none of its own.
+      position_bias: relative position biases, if the layer has none of its own.
       prefix_mask: int32 or bool [B, T], which tokens belong to the prefix of their document and see one another in both
         directions; None: none.
       encoded: float [B, S, D], the encoder's result, for `cross`; None if the KV cache has its keys and values.
       encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
-      train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
+      train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` is.
 
-    Raises a UserError if heads and dims do not fit, positions are missing, or what is not causal generates text.
+    Raises:
+      UserError: dims are not divisible by the numbers of heads, positions are missing, or attention that is not causal
+        generates text.
     """
     num_kv_heads, head_dim = self._dims(x.shape[-1])
     if self.rotary is not None and segment_pos is None:
@@ -226,7 +229,7 @@ class Attention(WithSublayers, kw_only=True):
       gradient_keys=self.gradient_keys,
     )
     if self.qk_clip is not None and options.bias is not None:
-      raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
+      raise UserError('qk_clip does not bound position biases: set it to None, or remove the position_bias.')
     if self.qk_clip is not None and earlier is None:
       clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Attention of the tokens of a call to one another, or to those of an encoder, by one of several implementations.
+"""Attention of a call's tokens to one another, or to an encoder's tokens, by one of several implementations.
 
     attend(query, key, value, segment_ids, AttentionOptions(window=4096), implementation='splash')
 
@@ -8,8 +8,9 @@
 'splash'     JAX's Pallas kernel for TPUs (_splash.py).
 'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
-Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. None takes the best that the
-mesh's devices and the call allow, and logs it once with the reason. One that is asked for must be possible.
+If the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. None picks the best implementation
+for the mesh's devices and the call, and logs it once with the reason. An implementation that is named must support the
+call.
 
 Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value heads, K head dim, V dim of a value.
 """
@@ -35,7 +36,7 @@ from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
 
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
-_LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
+_LONG = 1024  # from this T on, None does not compute the scores of all queries at once
 
 
 def attend(
@@ -52,19 +53,20 @@ def attend(
 ) -> jax.Array:
   """Computes the attention of all tokens of a batch to one another: [B, T, H, V].
 
-  Every implementation has a gradient of its own, so that JAX refuses `jax.jvp` and `jax.linearize` of it. Second
-  derivatives work without a kernel ('xla', 'blockwise'): `jax.jvp` of a gradient gives products with the Hessian. A
-  forward-mode derivative is two reverse passes: after `y, vjp = jax.vjp(f, x)`, `jax.vjp(vjp, y)[1]((dx,))`.
+  Every implementation defines its own VJP, so `jax.jvp` and `jax.linearize` do not support it. Second derivatives work
+  without a kernel ('xla', 'blockwise'): `jax.jvp` of a gradient gives Hessian-vector products. A forward-mode
+  derivative takes two reverse passes: after `y, vjp = jax.vjp(f, x)`, `jax.vjp(vjp, y)[1]((dx,))`.
 
   Args:
-    query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V]; of an encoder's text [B, S, G, K] and [B, S, G, V].
+    query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V]; an encoder's keys and values have S tokens.
     segment_ids: int32 [B, T], the document of each token; None: one document per row.
-    options: how queries and keys are compared.
+    options: the window, the scale, and so on.
     prefix_mask, implementation: see `Attention`.
-    key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
+    key_segments: int32 [B, S], the documents of the keys; None: the same as the queries'.
     split_dims: of `query`; a kernel runs on each device's rows and heads.
 
-  Raises a UserError: the implementation that is asked for cannot compute this, or not on these devices.
+  Raises:
+    UserError: `implementation` does not support the call, or not on these devices.
   """
   layout = attention_layout(split_dims, len(query))
   special = {
@@ -86,15 +88,15 @@ def attend(
     num_token_parts=layout.num_tokens,
     has_cudnn=_has_cudnn(),
     is_hopper=is_hopper,
-    special=next((name for name, is_asked in special.items() if is_asked), None),
+    special=next((name for name, is_used in special.items() if is_used), None),
   )
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
   if current_layer_scope().balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
-    given = query, key, value, segment_ids, prefix_mask
-    query, key, value, segment_ids, prefix_mask = balance_tokens(given, layout, back=True)
-    how: Any = {'prefix_mask': prefix_mask, 'implementation': implementation, 'split_dims': split_dims}
+    arrays = query, key, value, segment_ids, prefix_mask
+    query, key, value, segment_ids, prefix_mask = balance_tokens(arrays, layout, back=True)
+    settings: Any = {'prefix_mask': prefix_mask, 'implementation': implementation, 'split_dims': split_dims}
     with layer_scope(balanced_tokens=False):
-      return balance_tokens(attend(query, key, value, segment_ids, options, **how), layout)
+      return balance_tokens(attend(query, key, value, segment_ids, options, **settings), layout)
   if prefix_mask is not None:
     segment_ids = jnp.ones_like(prefix_mask) if segment_ids is None else segment_ids
     segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
@@ -115,7 +117,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-  """The facts about a call that decide which implementations can compute it.
+  """What decides which implementations support a call.
 
   Attributes:
     platform: of the devices that the call is compiled for: 'cpu', 'gpu' or 'tpu'.
@@ -123,9 +125,9 @@ class AttentionCall:
     length, head_dim, value_dim: T, K and V.
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
     num_token_parts: into how many parts the mesh splits T.
-    has_cudnn: whether JAX's plugin for CUDA is installed, which brings cuDNN.
-    is_hopper: whether the devices are GPUs of NVIDIA's Hopper generation or a later one.
-    special: what only the plain computations have, such as 'relative position biases'; None: nothing.
+    has_cudnn: whether JAX's plugin for CUDA is installed, which includes cuDNN.
+    is_hopper: whether the devices are NVIDIA GPUs of the Hopper generation or later.
+    special: a feature that only 'xla' and 'blockwise' support, such as 'relative position biases'; None: none.
   """
 
   platform: str
@@ -141,43 +143,46 @@ class AttentionCall:
   special: str | None = None
 
   def obstacle(self, implementation: str) -> str | None:
-    """Returns why `implementation` cannot compute this call, None if it can."""
+    """Returns why `implementation` does not support this call; None if it does."""
     if self.special and implementation not in ('xla', 'blockwise'):
-      return f'has no {self.special}'
+      return f'does not support {self.special}'
     if self.special and self.num_token_parts > 1:
-      return f'has no {self.special} on a mesh that splits sequences, here into {self.num_token_parts} parts'
+      return f'does not support {self.special} on a mesh that splits sequences, here into {self.num_token_parts} parts'
     if implementation == 'splash' and self.platform != 'tpu':
-      return f"is a kernel for TPUs, and the mesh's devices are of the platform {self.platform!r}"
+      return f"is a kernel for TPUs, but the mesh's devices are of the platform {self.platform!r}"
     if implementation == 'ring' and self.num_token_parts == 1:
-      return 'is for devices that share a sequence, but no mesh axis of several devices splits it'
+      return 'needs a mesh axis of several devices that splits the sequence'
     if implementation == 'cudnn':
       if self.num_token_parts > 1:
-        return f'needs all of a sequence on each device, but the mesh splits it into {self.num_token_parts} parts'
+        return f'needs whole sequences on each device, but the mesh splits them into {self.num_token_parts} parts'
       if self.platform != 'gpu':
-        return f"is a library for NVIDIA GPUs, and the mesh's devices are of the platform {self.platform!r}"
+        return f"is a library for NVIDIA GPUs, but the mesh's devices are of the platform {self.platform!r}"
       if not self.has_cudnn:
-        return "comes with JAX's plugin for CUDA, which is not installed"
+        return "needs JAX's plugin for CUDA, which is not installed"
       if self.dtype not in ('bfloat16', 'float16'):
-        return f'needs a dtype of 16 bits, not {self.dtype}'
+        return f'needs bfloat16 or float16, not {self.dtype}'
       if self.has_cap or self.has_sinks:
-        return f'has no {"logit cap" if self.has_cap else "sinks"}'
+        return f'does not support {"a logit cap" if self.has_cap else "sinks"}'
       most = 256 if self.is_hopper else 128
       if self.head_dim != self.value_dim or self.head_dim % 8 or self.head_dim > most:
         return (
-          f'needs heads whose keys and values have the same multiple of 8 of at most {most} features'
+          f'needs keys and values of one head dim that is divisible by 8 and at most {most}'
           f'{"" if self.is_hopper else " (256 from Hopper on)"}, not {self.head_dim} and {self.value_dim}'
         )
     return None
 
 
 def resolve_implementation(asked: str | None, call: AttentionCall) -> str:
-  """Returns the one that is asked for, else the best; a UserError if it is unknown or cannot compute the call."""
+  """Returns the implementation that is asked for, or the best one if None is.
+
+  Raises a UserError if there is no such implementation, or it does not support the call.
+  """
   if asked is None:
     return _best_implementation(call)
   if asked not in (known := get_args(Implementation)):
     raise UserError(f'implementation={asked!r} of attention is unknown: choose one of {", ".join(known)}, or None.')
   if obstacle := call.obstacle(asked):
-    raise UserError(f'implementation={asked!r} of attention {obstacle}: choose another, or None for the best there is.')
+    raise UserError(f'implementation={asked!r} of attention {obstacle}: choose another, or None for the best.')
   return asked
 
 
@@ -188,16 +193,15 @@ def _has_cudnn() -> bool:
 
 @functools.cache
 def _best_implementation(call: AttentionCall) -> str:
-  """The best implementation for a call, decided and logged once per process and kind of call."""
-  long = f'{call.length} tokens' if call.length >= _LONG else None
+  """Returns the best implementation for a call; decides and logs it once per process and kind of call."""
   preferred = {'tpu': 'splash', 'gpu': 'cudnn'}.get(call.platform)
   obstacle = call.obstacle(preferred) if preferred else None
-  name = 'blockwise' if long else 'xla'
+  name = 'blockwise' if call.length >= _LONG else 'xla'
   if plain_obstacle := call.obstacle(name):
-    raise UserError(f'implementation={name!r} of attention {plain_obstacle}: take the sequence from the axis rules.')
+    raise UserError(f"implementation={name!r} of attention {plain_obstacle}: remove 'seq' from the axis rules.")
   if preferred and not obstacle:
     name, reason = preferred, f'the devices are of the platform {call.platform!r}'
   else:
-    reason = f'{preferred} {obstacle}' if obstacle else f'{long or f"only {call.length} tokens"} on {call.platform!r}'
+    reason = f'{preferred} {obstacle}' if obstacle else f'{call.length} tokens on {call.platform!r}'
   logging.info('Attention is computed by %r: %s.', name, reason)
   return name

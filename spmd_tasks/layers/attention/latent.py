@@ -1,19 +1,19 @@
-"""LatentAttention: attention whose keys and values are made from one small vector per token, which is all it caches.
+"""LatentAttention: attention whose keys and values are projections of one small vector per token, which is cached.
 
     attention = LatentAttention(
       num_heads=128, query_rank=1536, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
     )
 
-Multi-head latent attention (MLA) of DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3. In training every head's keys
-and values are computed. In generation, the products with `kv_up` move from keys and values, of which there are as many
-as cached tokens, to queries and results, of which there are few:
+Multi-head latent attention (MLA) of DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3. Training computes
+the keys and values of all heads. Generation multiplies `kv_up` with queries and results, which are few, instead of with
+the latent vectors of all cached tokens:
 
     query . (latent . key_up) = (query . key_up^T) . latent
 
-so that all heads read the cache itself, as multi-query attention does, with latents as keys and as values.
+All heads then read the cache itself, as in multi-query attention, with latent vectors as keys and as values.
 
-Shapes: B batch, T sequence, D model, H heads, Q and C rank of queries' and of keys' and values' latent vectors, N and R
-features of a head without and with rotary position, V features of a head's value.
+Shapes: B batch, T sequence, D model, H heads, Q and C ranks of the latent vectors of queries and of keys and values,
+N and R features of a head without and with rotary position, V features of a head's value.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
-from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
+from spmd_tasks.layers.attention._qk_clip import shrinkage, write_factors
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight
@@ -40,29 +40,29 @@ class LatentAttention(nn.Module, kw_only=True):
 
   Weights: `query_down` [D, Q], `query_norm` [Q] and `query_up` [Q, H, N + R], or with `query_rank=None` only `query`
   [D, H, N + R]; `kv_down` [D, C + R], `kv_norm` [C], `out` [H, V, D] (under `.../kernel`, norms under `.../scale`), and
-  `kv_up` [C, H, N + V] itself. Of a head's features the first N have no position. The R features of a key, the last of
-  `kv_down`, are the same for all heads. The cache has one array, `cached_latent` [B, 1, S, C + R]: normed latents and
-  rotated keys.
+  `kv_up` [C, H, N + V] itself. The first N features of a head have no position. All heads share the R rotary features
+  of a key, the last ones of `kv_down`. The KV cache has one array, `latent` [B, 1, S, C + R]: normalized latent vectors
+  and rotated keys.
 
   Fields:
     num_heads: H.
-    query_rank, kv_rank: Q and C; None for queries that are projected at once.
+    query_rank, kv_rank: Q and C; `query_rank=None` projects queries directly.
     nope_head_dim, rope_head_dim, value_head_dim: N, R and V.
-    rotary: positions of the R features.
-    softmax_scale: factor of the attention logits; None means 1 / sqrt(N + R). DeepSeek multiplies that by the square of
-      `yarn_magnitude(factor, mscale_all_dim)`.
+    rotary: rotary positions of the R features.
+    softmax_scale: factor of the attention logits; None means 1 / sqrt(N + R), which DeepSeek multiplies by the square
+      of `yarn_magnitude(factor, mscale_all_dim)`.
     epsilon: of the norms of the latent vectors.
-    qk_clip: as in Attention; rotated features of keys, which heads share, stay, and those of queries take all of it.
+    qk_clip: as in Attention. Heads share the R features of keys, so only the queries' R features are scaled.
     gradient_keys: as in Attention.
     use_bias: whether `query_down`, `kv_down` and `out` have a bias.
     dtype: of the computation.
-    init_scale, out_init_scale: FanInNormal's scale for all projections but the output's, and for that.
+    init_scale, out_init_scale: FanInNormal's scale for the input projections and for the output projection.
     query_split_dims, down_split_dims, up_split_dims, out_split_dims: of `query`; of `query_down` and `kv_down`; of
       `query_up` and `kv_up`; of `out`.
     heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
-    latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
+    latent_split_dims: of latent vectors [B, T, C + R]; devices that split heads replicate them, as they are small.
     activation_split_dims: of the output.
-    adapters: of the projections; that of `kv_up` joins the kernel in generation, which applies it in two parts.
+    adapters: of the projections. Generation applies `kv_up` in two parts, so its adapter is merged into the kernel.
   """
 
   num_heads: int
@@ -91,6 +91,8 @@ class LatentAttention(nn.Module, kw_only=True):
 
   def __post_init__(self):
     check_gradient_keys(self.gradient_keys)
+    if self.qk_clip is not None and (not self.qk_clip > 0 or self.adapters):
+      raise UserError(f'qk_clip={self.qk_clip} must be positive and does not support adapters: unset one of them.')
     super().__post_init__()
 
   @staticmethod
@@ -109,8 +111,6 @@ class LatentAttention(nn.Module, kw_only=True):
     train: bool = False,
   ) -> jax.Array:
     """Returns [B, T, D] for x [B, T, D]; segment_ids (or None) and segment_pos, which it needs, are int32 [B, T]."""
-    if self.qk_clip is not None and (not self.qk_clip > 0 or self.adapters):
-      raise UserError(f'qk_clip={self.qk_clip} must be positive and goes without adapters: unset one of them.')
     if segment_pos is None:
       raise UserError('latent attention needs segment_pos: pass it.')
     query, query_rope = jnp.split(self._query(x), [self.nope_head_dim], axis=-1)
@@ -153,12 +153,12 @@ class LatentAttention(nn.Module, kw_only=True):
         gamma = shrinkage(query, key, segment_ids, options, self.qk_clip)
         sizes = (self.nope_head_dim, self.rope_head_dim, self.value_head_dim)
         powers = (jnp.sqrt(gamma), gamma, jnp.ones_like(gamma))
-        nope, rope, kept = (jnp.broadcast_to(x, (self.num_heads, size)) for x, size in zip(powers, sizes))
+        nope, rope, ones = (jnp.broadcast_to(x, (self.num_heads, size)) for x, size in zip(powers, sizes))
         factors = {
           f'{"query" if self.query_rank is None else "query_up"}/kernel': jnp.concatenate([nope, rope], axis=-1),
-          'kv_up': jnp.concatenate([nope, kept], axis=-1),
+          'kv_up': jnp.concatenate([nope, ones], axis=-1),
         }
-        leave_factors(self, factors, self.up_split_dims, train=train)
+        write_factors(self, factors, self.up_split_dims, train=train)
       attended = attend(query, key, value, segment_ids, options, split_dims=self.heads_activation_split_dims)
     else:
       if adapted_kernel is not None:
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module, kw_only=True):
       key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
-      # The rotated keys pass as values too: a slice of the cache would be a copy of it.
+      # The values include the rotated keys: to slice the cache would copy it.
       layout = self.heads_activation_split_dims
       attended = earlier.attend(query, joint, joint, segment_ids, segment_pos, options, split_dims=layout)
       attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)

@@ -1,7 +1,7 @@
-"""Positions that are added: learned or sinusoidal vectors to embeddings, biases to attention logits. Rotary: rotary.py.
+"""Positions that are added: learned or sinusoidal vectors to embeddings, biases to attention logits.
 
-A bias is one per head and bucket of distances (T5): near distances have a bucket each, far ones share buckets that grow
-with the logarithm of the distance.
+There is one bias per head and bucket of distances (T5): near distances have a bucket each, far ones share buckets that
+grow with the logarithm of the distance. Rotary positions are in rotary.py.
 
 Shapes: B batch, T sequence, D model; H query heads, N buckets, T queries, S keys; `...` rows, or none. `positions` is
 int32 [B, T] and counts from 0 within each packed document (the batch's `segment_pos`).
@@ -25,8 +25,11 @@ from spmd_tasks.sharding.weights import Initializer
 class LearnedPositions(nn.Module, kw_only=True):
   """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2). Weight: `table` [max_len, D].
 
-  Fields: `max_len` positions are learned, from `table_init`; `dtype` is of the output; `split_dims` and
-    `activation_split_dims` are of the table and of the output.
+  Fields:
+    max_len: the number of positions.
+    dtype: of the output.
+    table_init: initializer of the table.
+    split_dims, activation_split_dims: of the table, and of the output.
   """
 
   max_len: int
@@ -37,7 +40,7 @@ class LearnedPositions(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns x plus the vector of each position, NaNs outside the table; a UserError if T exceeds `max_len`."""
+    """Returns x plus the vector of each position, NaN outside the table. Raises a UserError if T exceeds `max_len`."""
     if x.shape[1] > self.max_len:
       raise UserError(
         f'a sequence of length {x.shape[1]} exceeds the max_len={self.max_len} learned positions: raise max_len or '
@@ -57,7 +60,9 @@ class SinusoidalPositions(nn.Module, kw_only=True):
   Feature i < D/2 is the sine of position / max_timescale^(i / (D/2 - 1)), feature i + D/2 its cosine, as in
   Tensor2Tensor and Pax; an odd D ends in a zero.
 
-  Fields: `max_timescale` sets the slowest wave; `dtype` and `activation_split_dims` are those of the output.
+  Fields:
+    max_timescale: sets the slowest wave.
+    dtype, activation_split_dims: of the output.
   """
 
   max_timescale: float = 10_000.0
@@ -75,7 +80,7 @@ class SinusoidalPositions(nn.Module, kw_only=True):
 
 
 class PositionBias(struct.PyTreeNode):
-  """The biases of a RelativePositionBias, `table` float32 [H, N], for an attention's queries and keys."""
+  """The biases of a RelativePositionBias, `table` float32 [H, N], which attention adds to its logits."""
 
   table: jax.Array
   max_distance: int = struct.field(pytree_node=False)
@@ -93,16 +98,16 @@ class PositionBias(struct.PyTreeNode):
 
 
 def distance_buckets(num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
-  """Returns int32 [2 * max_distance + 1], the bucket of each distance (query's position - key's) from -max_distance on.
+  """Returns int32 [2 * max_distance + 1], the bucket of each distance, query position - key position.
 
-  Without `bidirectional` later keys have the bucket 0.
+  Distances begin at -max_distance. Unless `bidirectional`, later keys have bucket 0.
   """
   distance = np.arange(-max_distance, max_distance + 1)
   per_side = num_buckets // 2 if bidirectional else num_buckets
   first = np.where(distance < 0, per_side, 0) if bidirectional else np.zeros_like(distance)
   distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
   num_exact = per_side // 2
-  # float32, as T5 computes it: a distance on the border of two buckets falls on the same side.
+  # float32, as in T5, so that a distance at the border of two buckets gets the same bucket.
   logs = np.log(distance.astype(np.float32) / np.float32(num_exact) + np.finfo(np.float32).eps)
   far = num_exact + (logs / math.log(max_distance / num_exact) * (per_side - num_exact)).astype(np.int32)
   return (first + np.where(distance < num_exact, distance, np.minimum(far, per_side - 1))).astype(np.int32)
@@ -111,13 +116,13 @@ def distance_buckets(num_buckets: int, max_distance: int, *, bidirectional: bool
 class RelativePositionBias(nn.Module, kw_only=True):
   """T5's relative position biases (Raffel et al., 2020); called without arguments, it returns a PositionBias.
 
-  As a field of a model it serves all layers; as a field of `Attention` each layer has its own. Weight: `table` [H, N].
+  As a field of a model, all layers share it; as a field of `Attention`, each layer has its own. Weight: `table` [H, N].
 
   Fields:
     num_heads: H, of the attentions.
     num_buckets: N.
     max_distance: distances from here on share the last bucket.
-    bidirectional: whether later keys have buckets of their own, as in encoders; otherwise they have the bucket of 0.
+    bidirectional: whether later keys have buckets of their own, as in encoders; otherwise they have bucket 0.
     table_init: initializer of the table; None: uniform with variance 2 / (H + N), as in T5X.
     split_dims: of the table.
   """
@@ -133,8 +138,8 @@ class RelativePositionBias(nn.Module, kw_only=True):
     per_side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
     if per_side < 2 or self.max_distance <= per_side // 2:
       raise UserError(
-        f'num_buckets={self.num_buckets} and max_distance={self.max_distance} do not fit: a side has {per_side} '
-        f'buckets, of which it needs 2, and half of them, {per_side // 2}, must be less than max_distance.'
+        f'num_buckets={self.num_buckets} gives each side {per_side} buckets: it needs 2 or more, and '
+        f'max_distance={self.max_distance} must exceed half of them, {per_side // 2}.'
       )
     super().__post_init__()
 

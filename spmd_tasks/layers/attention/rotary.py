@@ -15,25 +15,25 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryScaling(abc.ABC):
-  """Base of the scalings: divides frequencies by `factor` ("factor"), each kind in its own manner."""
+  """Base class of scalings, which divide frequencies by `factor` ("factor"), each in its own way."""
 
   factor: float
 
   def __post_init__(self):
     for name in ('factor', 'original_length', 'beta_fast', 'beta_slow'):
       if not getattr(self, name, 1) > 0:
-        raise UserError(f'{name}={getattr(self, name)} of the scaling of a rotary position must be positive.')
+        raise UserError(f'{name}={getattr(self, name)} of a rotary scaling must be positive.')
 
   def for_rows(self, num_columns: int) -> 'RotaryScaling':
-    """Returns the scaling for rows of `num_columns` tokens, or for the longest text that the KV cache can have."""
+    """Returns the scaling for rows of `num_columns` tokens, or in generation for the longest text."""
     return self
 
   @abc.abstractmethod
   def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
-    """Returns the scaled frequencies, float32 [d/2], in radians per token, highest first as the argument is."""
+    """Returns the scaled frequencies, float32 [d/2], in radians per token, highest first."""
 
   def amplitude(self) -> float:
-    """Returns A, the factor of sine and cosine."""
+    """Returns A, the factor by which sine and cosine are multiplied."""
     return 1.0
 
 
@@ -47,8 +47,8 @@ class Rotary:
 
   Fields:
     max_wavelength: sets the slowest rotation ("rope theta" elsewhere).
-    num_features: d; the first d features of a head rotate, the others stay as they are (GPT-J, Phi, GLM). None: all.
-    scaling: of the frequencies, for long texts; see rotary_scaling.py.
+    num_features: d; the first d features of a head rotate, the others do not (GPT-J, Phi, GLM). None: all.
+    scaling: scales the frequencies for long texts; see rotary_scaling.py.
   """
 
   max_wavelength: float = 10_000.0
@@ -56,14 +56,12 @@ class Rotary:
   scaling: RotaryScaling | None = None
 
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns the rotated x [B, T, H, K]; a UserError if d is odd or above K, or the scaling is for another d."""
+    """Returns the rotated x [B, T, H, K]. Raises a UserError if d is odd or exceeds K, or the scaling has another d."""
     head_dim = x.shape[-1]
     num_features = head_dim if self.num_features is None else self.num_features
     if num_features % 2 or not 0 < num_features <= head_dim:
-      name = 'head_dim is' if self.num_features is None else f'head_dim is {head_dim} and num_features is'
       raise UserError(
-        f'rotary positions rotate pairs of features, but {name} {num_features}: choose an even number, at most the '
-        'head_dim.'
+        f'rotary num_features={num_features} must be even, from 2 to head_dim={head_dim}: choose another, or head_dim.'
       )
     fraction = jnp.arange(0, num_features, 2, dtype=jnp.float32) / num_features
     frequencies = self.max_wavelength**-fraction  # [d/2]

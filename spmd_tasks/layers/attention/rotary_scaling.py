@@ -1,10 +1,10 @@
-"""Scalings of rotary frequencies, for texts longer than those that a model was first trained on.
+"""Scalings of rotary frequencies, for texts longer than a model was first trained on.
 
     Rotary(max_wavelength=500_000.0, scaling=Llama3Scaling(factor=8.0, original_length=8192))
 
-A scaling changes the frequency of each pair of features, and may enlarge sine and cosine by an `amplitude` A, so that
-attention logits grow by A^2. Each formula is that of transformers' modeling_rope_utils.py (version 5), whose names for
-the fields are given in quotes.
+A scaling changes the frequency of each pair of features, and may multiply sine and cosine by an `amplitude` A, so that
+attention logits grow by A^2. Formulas follow transformers' modeling_rope_utils.py (version 5); its names of the fields
+are in quotes.
 
 Shapes: d features that rotate.
 """
@@ -34,8 +34,8 @@ class Llama3Scaling(RotaryScaling):
 
   Fields:
     original_length: of the first training, in tokens ("original_max_position_embeddings").
-    low_frequency_factor, high_frequency_factor: a frequency with fewer waves than the first in `original_length` tokens
-      is low, one with more than the second is high ("low_freq_factor", "high_freq_factor").
+    low_frequency_factor, high_frequency_factor: a frequency is low if `original_length` tokens have fewer waves than
+      the first, and high if they have more than the second ("low_freq_factor", "high_freq_factor").
   """
 
   original_length: int
@@ -55,8 +55,8 @@ class YarnScaling(RotaryScaling):
 
   Fields:
     original_length: of the first training, in tokens ("original_max_position_embeddings").
-    beta_fast, beta_slow: pairs with more waves than the first in `original_length` tokens are kept, those with fewer
-      than the second are divided.
+    beta_fast, beta_slow: pairs with more than `beta_fast` waves in `original_length` tokens keep their frequency, pairs
+      with fewer than `beta_slow` are divided.
     truncate: whether the ends of the ramp are whole pairs.
     mscale, mscale_all_dim: A is m(mscale) / m(mscale_all_dim) if both are given (DeepSeek), m(1) otherwise, with
       m(c) = `yarn_magnitude(factor, c)`.
@@ -95,27 +95,27 @@ class YarnScaling(RotaryScaling):
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-  """Returns m = 0.1 * mscale * ln(factor) + 1, and 1 for a factor of at most 1.
+  """Returns m = 0.1 * mscale * ln(factor) + 1, or 1 for a factor of at most 1.
 
-  DeepSeek also multiplies the softmax scale by the square of this for its `mscale_all_dim`.
+  DeepSeek also multiplies the softmax scale by the square of m for its `mscale_all_dim`.
   """
   return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RotaryScaling):
-  """Divides the frequency of every pair by a number of its own (LongRoPE: Ding et al., 2024; Phi-3; "longrope").
+  """Divides the frequency of every pair by a factor of its own (LongRoPE: Ding et al., 2024; Phi-3; "longrope").
 
-  There are two lists of these numbers, for texts up to `original_length` tokens and for longer ones. transformers picks
-  one by the longest text of each batch, and computes the cache again when a text outgrows the first list. Here sizes
-  that are compiled decide, so that no text depends on the others of its batch and cached keys stay valid: the length of
-  rows in training, evaluation and `logits`, and `max_len` in generation (as vLLM does).
+  There are two lists of factors, for texts up to `original_length` tokens and for longer ones. transformers picks one
+  by the longest text of each batch, and recomputes the cache when a text outgrows the first list. Here compiled sizes
+  decide, so that no text depends on its batch, and cached keys stay valid: the length of rows in training, evaluation
+  and `logits`, and `max_len` in generation (as in vLLM).
 
   Fields:
-    factor: the greatest length / original_length; only A depends on it.
+    factor: the longest length / original_length; only A depends on it.
     original_length: L0, of the first training, in tokens ("original_max_position_embeddings").
     short_factors, long_factors: [d/2] each.
-    is_long: whether positions rotate by the `long_factors`; None: where texts may be longer than `original_length`.
+    is_long: whether the `long_factors` are used; None: if texts may be longer than `original_length`.
     attention_factor: A; None means sqrt(1 + ln(factor) / ln(L0)), and 1 for a factor of at most 1.
   """
 
@@ -137,7 +137,7 @@ class LongRopeScaling(RotaryScaling):
     factors = getattr(self, name)
     if len(factors) != frequencies.shape[0]:
       raise UserError(
-        f'{name} has {len(factors)} numbers, but {frequencies.shape[0]} pairs of features rotate: give one per pair.'
+        f'{name} has {len(factors)} factors for {frequencies.shape[0]} pairs of features: give one per pair.'
       )
     return frequencies / jnp.asarray(factors, jnp.float32)
 

@@ -267,9 +267,9 @@ CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128
   [
     ({}, 'splash', "platform 'tpu'"),
     ({'platform': 'gpu'}, 'cudnn', "platform 'gpu'"),
-    ({'platform': 'gpu', 'dtype': 'float32'}, 'blockwise', 'cudnn needs a dtype of 16 bits, not float32'),
-    ({'platform': 'gpu', 'has_sinks': True}, 'blockwise', 'cudnn has no sinks'),
-    ({'platform': 'gpu', 'has_cudnn': False}, 'blockwise', "cudnn comes with JAX's plugin for CUDA"),
+    ({'platform': 'gpu', 'dtype': 'float32'}, 'blockwise', 'not float32'),
+    ({'platform': 'gpu', 'has_sinks': True}, 'blockwise', 'sinks'),
+    ({'platform': 'gpu', 'has_cudnn': False}, 'blockwise', 'plugin for CUDA'),
     ({'platform': 'gpu', 'value_dim': 64, 'length': 100}, 'xla', 'not 128 and 64'),
     ({'platform': 'cpu'}, 'blockwise', "4096 tokens on 'cpu'"),
   ],
@@ -285,11 +285,11 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
 @pytest.mark.parametrize(
   'asked, changes, message',
   [
-    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash, ring"),
-    ('splash', {'platform': 'cpu'}, "is a kernel for TPUs, and the mesh's devices are of the platform 'cpu'"),
-    ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'the mesh splits it into 2 parts'),
-    ('ring', {}, 'no mesh axis of several devices splits it'),
-    ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, r'128 features \(256 from Hopper on\), not 256'),
+    ('flash', {}, "'flash'.* unknown: choose one of xla, blockwise"),
+    ('splash', {'platform': 'cpu'}, "platform 'cpu'"),
+    ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'into 2 parts'),
+    ('ring', {}, 'mesh axis of several devices'),
+    ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, r'at most 128 \(256 from Hopper on\), not 256'),
   ],
 )
 def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message):

@@ -1,4 +1,4 @@
-"""Latent attention against float64 numpy that computes every head's keys and values; test_kv_cache.py generates."""
+"""Latent attention against float64 numpy that computes keys and values of all heads."""
 
 import jax
 import numpy as np

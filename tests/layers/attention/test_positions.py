@@ -32,8 +32,8 @@ def test_rotary_turns_halves(rng):
 @pytest.mark.parametrize(
   'rotary, head_dim, message',
   [
-    (Rotary(), 5, 'head_dim is 5: choose an even'),
-    (Rotary(num_features=6), 4, 'head_dim is 4 and num_features is 6: choose an even'),
+    (Rotary(), 5, 'num_features=5 must be even'),
+    (Rotary(num_features=6), 4, 'num_features=6 must be even.* head_dim=4'),
     (
       Rotary(scaling=LongRopeScaling(factor=2.0, original_length=8, short_factors=(1.0,), long_factors=(2.0, 3.0))),
       4,
