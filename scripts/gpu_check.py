@@ -344,7 +344,7 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable
     queries = jnp.moveaxis(query.reshape(B, G, H // G, T, K), 3, 1).reshape(B, T, H, K)
     new = queries[:, :, :G]
     positions = starts[:, None] + jnp.arange(T)[None]
-    earlier = EarlierTokens(keys=keys, values=values, attention='xla')
+    earlier = EarlierTokens(keys=keys, values=values, implementation='xla')
     return earlier.attend(queries, new, new, None, positions, options)
 
   arguments = query, tables, *stored

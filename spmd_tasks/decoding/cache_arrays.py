@@ -1,9 +1,9 @@
 """The arrays of a KV cache: reads blocks of them, writes new tokens to them, and takes slots out of them.
 
-A cache is a tree of arrays (kv_cache.py). Most are pools of blocks of b
-positions, [..., N, G, b, K]: a table lists the blocks of each row, and position p is entry p mod b of block p / b. An
-encoder's text, and the ring of a layer whose attention window S is shorter than the texts, have one place per slot,
-[..., N, G, S, K]; position p of a ring is entry p mod S. Without tables, all arrays have one place per slot.
+A cache is a tree of arrays (kv_cache.py). Most are pools of blocks of b positions, [..., N, G, b, K]: a table lists the
+blocks of each row, and position p is entry p mod b of block p / b. An encoder's text, and the ring of a layer whose
+attention window S is shorter than the texts, have one place per slot, [..., N, G, S, K]; position p of a ring is entry
+p mod S. Without tables, all arrays have one place per slot.
 
 Shapes: N slots or blocks, P rows, T tokens of each, S positions of a slot, b of a block, G key/value heads, K head dim,
 D parts into which a mesh splits slots and blocks; `...` counts layers.
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# How keys and values may be stored, with a float32 scale for each token and head -> the largest number of the dtype.
+# Dtype of quantized keys and values, which have a float32 scale for each token and head -> its largest number.
 CACHE_DTYPES = {'int8': 127.0, 'float8_e4m3fn': 448.0}
 EXPERT_IDS = 'cached_expert_ids'  # which experts computed each token, if that is recorded
-# Parts of the names of arrays, behind `cached_`:
-ENCODED = 'encoded_'  # of an encoder's text: a request's first call writes it, all later calls read it
-RING = 'ring_'  # of a layer whose window is shorter than the texts
-SCALE = '_scale'  # at the end, of the scales of a quantized array
+# Prefixes, after `cached_`, and the suffix of the names of arrays:
+ENCODED = 'encoded_'  # an encoder's text: a request's first call writes it, all later calls read it
+RING = 'ring_'  # a layer whose window is shorter than the texts
+SCALE = '_scale'  # the scales of a quantized array
 
 
 def is_by_slot(name: str) -> bool:
-  """Returns whether the array of this name has one place per slot, of a fixed size, and no blocks."""
+  """Returns whether the array of this name has one place of fixed size per slot, and no blocks."""
   return name.startswith((f'cached_{ENCODED}', f'cached_{RING}'))
 
 
@@ -43,7 +43,7 @@ def _name(path: Any) -> str:
 
 
 def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-  """Returns (x in one of CACHE_DTYPES [..., K], its scales float32 [..., 1])."""
+  """Returns x [..., K] in one of CACHE_DTYPES, and its scales, float32 [..., 1]."""
   largest = CACHE_DTYPES[dtype]
   scale = jnp.maximum(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True), 1e-30) / largest
   scaled = x.astype(jnp.float32) / scale
@@ -51,15 +51,15 @@ def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 
 
 class CachedArray(NamedTuple):
-  """An array of earlier calls, of which a caller takes what it needs: a layer's whole array would be a copy.
+  """An array of the cache, stacked over layers, of which one layer reads some entries at a time without copying it.
 
   Attributes:
-    array: [..., N, G, S, K]; the dims in front count layers. With `tables` [..., N, G, b, K], N blocks of b entries.
-    layer: the layer's number in each of the dims in front.
-    tables: int32 [D, R, M]. The rows and the blocks are in D equal parts, which a mesh may split; row r of part d has
-      the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
+    array: [..., N, G, S, K]; leading dims count layers. With `tables`, [..., N, G, b, K]: N blocks of b entries.
+    layer: the layer's number in each leading dim.
+    tables: int32 [D, R, M]. Rows and blocks are in D equal parts, which a mesh may split; row r of part d has the
+      entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
     num_rows: B; the last of the D R rows may be padding.
-    scale: of an array in one of CACHE_DTYPES, its scales.
+    scale: the scales of a quantized array.
   """
 
   array: jax.Array
@@ -70,30 +70,31 @@ class CachedArray(NamedTuple):
 
   @property
   def num_entries(self) -> int:
-    """S, of a row."""
+    """S, the number of entries of a row."""
     return self.array.shape[-2] * (1 if self.tables is None else self.tables.shape[2])
 
   def size_to_read(self, limit: int) -> int:
-    """How many entries to read at a time: `limit` or less, but whole blocks."""
+    """Returns how many entries to read at a time: whole blocks, at most `limit` if a block is not longer."""
     block = self.array.shape[-2]
     size = limit if self.num_entries == block else max(limit // block, 1) * block
     return min(size, self.num_entries)
 
   def entries(self, start: jax.Array | int, size: int) -> jax.Array:
-    """Returns [B, G, size, K], in float32 where there are scales: see `stored_entries`."""
+    """Returns [B, G, size, K], in float32 if the array is quantized; see `stored_entries`."""
     stored = self.stored_entries(start, size)
     return stored if self.scale is None else stored.astype(jnp.float32) * self.scale.stored_entries(start, size)
 
   def as_read(self, x: jax.Array) -> jax.Array:
-    """Returns an array [..., K] as it would be read if the cache had it."""
+    """Returns new keys or values [..., K] as they would be read from the cache."""
     if self.scale is None:
       return x
-    kept, scale = quantize(x, self.array.dtype.name)
-    return (kept.astype(jnp.float32) * scale).astype(x.dtype)
+    quantized, scale = quantize(x, self.array.dtype.name)
+    return (quantized.astype(jnp.float32) * scale).astype(x.dtype)
 
   def stored_entries(self, start: jax.Array | int, size: int) -> jax.Array:
-    """Returns [B, G, size, K], the entries from `start` on; start + size is at most S, and where a row has several
-    blocks, both are multiples of b.
+    """Returns [B, G, size, K], the entries from `start` on, as they are stored.
+
+    start + size is at most S; if a row has several blocks, both are multiples of b.
     """
     num_layer_dims, (num_blocks, num_groups, block, num_features) = len(self.layer), self.array.shape[-4:]
     ones, zero = (1,) * num_layer_dims, jnp.zeros((), jnp.int32)

@@ -1,10 +1,10 @@
 """Attention of a call's tokens to the tokens of earlier calls, which are in the KV cache, and to one another.
 
-There are three ways to read the cache, which give the same numbers in other orders of summation:
+There are three ways to read the cache, which give the same numbers up to the order of summation:
 
-  by a kernel           reads the blocks of each row where they are (paged_attention.py)
+  by a kernel           reads the blocks of each row in place (paged_attention.py)
   drafts, by a kernel   rows that are tokens of one text are queries of one row of the kernel
-  by a loop             copies out one block of the cache after another; on every platform, and for whatever is cached
+  by a loop             copies one block of the cache after another; on every platform, for every kind of array
 
 Shapes: B rows, T tokens of the call, S keys, H query heads, G key/value heads, R = H / G, K head dim, V dim of a value.
 """
@@ -23,8 +23,8 @@ from spmd_tasks.layers.attention import AttentionOptions
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_platform
 
-# Platform -> how many entries of the cache the loop reads at a time. A loop costs an accelerator more than a longer
-# block. What a CPU reads stays in its cache, as do the scores of a block and many queries, whose products are larger.
+# Platform -> entries that the loop reads at a time. Short blocks, and their scores, stay in a CPU's cache; accelerators
+# prefer few iterations. Several queries read longer blocks, whose products are larger.
 _BLOCK, _LONG_BLOCK, _OF_QUERIES = {'cpu': 32}, 1024, 2
 
 
@@ -34,15 +34,16 @@ class EarlierTokens:
 
   Fields:
     keys, values: the same array if keys are the values. With a window, S may be as small as the window.
-    drafts: if rows are tokens of one text that follow each other, which; T is 1. Each also attends to those before it.
-    attention: what reads the cache, see paged_attention.py; None: the best that the devices have.
+    drafts: says which rows are consecutive tokens of one text, if any are; T is then 1, and each row also attends to
+      the rows before it.
+    implementation: 'pallas' or 'xla' (paged_attention.py); None: the best one.
     kv_split_dims: of this call's keys and values [B, T, G, K].
   """
 
   keys: CachedArray
   values: CachedArray
   drafts: DraftRows | None = None
-  attention: str | None = None
+  implementation: str | None = None
   kv_split_dims: SplitDims = None
 
   def attend(
@@ -56,14 +57,14 @@ class EarlierTokens:
     *,
     split_dims: SplitDims = None,
   ) -> jax.Array:
-    """Computes [B, T, H, V]; no bit of a row's result depends on other rows."""
+    """Computes [B, T, H, V]. A row's result does not depend on other rows, not even in its last bits."""
     (num_rows, num_columns, _, head_dim), num_groups = query.shape, key.shape[2]
     grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)
     queries = Queries(grouped, segment_pos[:, :1] + jnp.arange(num_columns)[None, :], options)
     own = attend_to_own_tokens(queries, key, value, segment_ids)
     if self.drafts is None:
       layout = split_dims, self.kv_split_dims
-      pages = attend_to_pages(queries, self.keys, self.values, self.attention, *layout)
+      pages = attend_to_pages(queries, self.keys, self.values, self.implementation, *layout)
     else:
       pages = attend_drafts_to_pages(queries, (key, value), self, split_dims)
     if pages is not None:
@@ -91,9 +92,9 @@ def attend_to_own_tokens(
 def attend_by_blocks(
   softmax: PartialSoftmax, queries: Queries, new: tuple[jax.Array, jax.Array], earlier: EarlierTokens
 ) -> PartialSoftmax:
-  """Adds the cache to a softmax, block by block, up to the tokens of the longest row.
+  """Adds the cache to a softmax, block by block, up to the length of the longest row.
 
-  So the cost follows what is used and not S. A block in which a row has no token changes no bit of the row's result.
+  The cost depends on that length, not on S. A block in which a row has no token changes no bit of the row's result.
   `new` are the keys and values [B, T, G, K] of this call.
   """
   window, start, num_columns = queries.options.window, queries.start, queries.array.shape[3]
@@ -102,9 +103,9 @@ def attend_by_blocks(
   size = earlier.keys.size_to_read(limit if num_columns == 1 else min(limit * _OF_QUERIES, _LONG_BLOCK))
 
   def add_block(i: jax.Array | int, softmax: PartialSoftmax) -> PartialSoftmax:
-    first = jnp.minimum(i * size, num_entries - size)  # the last block begins in the one before it
+    first = jnp.minimum(i * size, num_entries - size)  # the last block overlaps the one before it
     entries = first + jnp.arange(size)[None, :]
-    # Entry e has the last position before the start that is e modulo S, if there is one.
+    # Entry e holds the last position before the start that is e modulo S, if there is one.
     positions = start - 1 - (start - 1 - entries) % num_entries
     may_see = ((positions >= 0) & (entries >= i * size))[:, None, :]
     if window is not None:
@@ -134,13 +135,13 @@ def _with_earlier(entries: jax.Array, new: jax.Array, rows: jax.Array, place: ja
 def attend_drafts_to_pages(
   queries: Queries, new: tuple[jax.Array, jax.Array], earlier: EarlierTokens, split_dims: SplitDims
 ) -> PartialSoftmax | None:
-  """Computes the softmax of drafts over the pages of their texts and the rows before them; None: no kernel can.
+  """Computes the softmax of drafts over the pages of their texts and the rows before them; None: no kernel supports it.
 
-  The rows of a text are queries of one row of the kernel, which so reads the text's blocks once. What each of them sees
-  of the rows before it, whose keys and values are not in the cache yet, is added.
+  The rows of a text are queries of one row of the kernel, which therefore reads the text's blocks once. Keys and values
+  of the rows before a draft are not in the cache yet, and are added.
 
   Args:
-    queries: of R rows of one token, which are those of n texts, of k + 1 tokens at most.
+    queries: R rows of one token each, the tokens of n texts; a text has at most k + 1.
     new: the keys and values [R, 1, G, K] of these tokens.
     earlier: keys and values in the cache, and the drafts.
     split_dims: of queries [R, 1, H, K].
@@ -153,7 +154,7 @@ def attend_drafts_to_pages(
   rows = jnp.pad(drafts.rows, ((0, num_texts - len(drafts.rows)), (0, 0)), constant_values=num_rows)
 
   def take(x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Returns x[numbers] of the rows' own parts: a mesh that splits these moves nothing."""
+    """Returns x[numbers], where numbers are of the same part, so that a mesh that splits parts communicates nothing."""
     parts = x.reshape(num_parts, -1, *x.shape[1:])
     numbers_in_part = numbers.reshape(num_parts, -1) % parts.shape[1]
     return jax.vmap(lambda part, indices: part[indices])(parts, numbers_in_part).reshape(*numbers.shape, *x.shape[1:])
@@ -164,7 +165,7 @@ def attend_drafts_to_pages(
     jnp.moveaxis(take(queries.array[:, :, :, 0], rows), 1, 3), first + jnp.arange(num_columns)[None, :], queries.options
   )
   keys, values = (x._replace(tables=tables, num_rows=num_texts) for x in (earlier.keys, earlier.values))
-  partial = attend_to_pages(of_texts, keys, values, earlier.attention, split_dims, earlier.kv_split_dims)
+  partial = attend_to_pages(of_texts, keys, values, earlier.implementation, split_dims, earlier.kv_split_dims)
   if partial is None:
     return None
   by_columns = (jnp.moveaxis(x, 3, 1) for x in partial)  # [n, k + 1, G, R, 1 or V]

@@ -93,7 +93,7 @@ class DecodeModel:
     self._kv_cache = KvCache(
       max_len=self.max_len,
       dtype=settings.cache_dtype,
-      attention=settings.cache_attention,
+      implementation=settings.cache_attention,
       records_routing=records_routing,
     )
     self.encoder_len = None

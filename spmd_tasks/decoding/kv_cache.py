@@ -41,18 +41,18 @@ class KvCache:
 
   Fields:
     max_len: the most tokens that a text can have; None: not known, and no array is a ring.
-    dtype: of keys and values in the cache, see cache_arrays.CACHE_DTYPES; None: the model's.
-    attention: 'pallas' or 'xla', see paged_attention.py; None: the best that the devices have.
+    dtype: of keys and values in the cache, one of cache_arrays.CACHE_DTYPES; None: the model's.
+    implementation: of attention to the cache, 'pallas' or 'xla' (paged_attention.py); None: the best one.
     records_routing: whether the cache also stores which experts computed each token.
     slots: int32 [B], the slot of each row; None: row i is in slot i.
     tables: int32 [D, R, M], the blocks of each row, see CachedArray; None: arrays have one place per slot.
-    drafts: if rows are tokens of one text that follow each other, which; T is 1.
+    drafts: says which rows are consecutive tokens of one text, if any are; T is then 1.
     layers: the layer's number in each loop over layers that it is in, from the outermost.
   """
 
   max_len: int | None = None
   dtype: str | None = None
-  attention: str | None = None
+  implementation: str | None = None
   records_routing: bool = False
   slots: jax.Array | None = None
   tables: jax.Array | None = None
@@ -90,7 +90,11 @@ class KvCache:
       if module.has_variable(CACHE, f'cached_{kind}{next(iter(arrays))}'):
         cached = [self._read(module, kind + name, num_rows) for name in arrays]
         return EarlierTokens(
-          keys=cached[0], values=cached[-1], drafts=self.drafts, attention=self.attention, kv_split_dims=split_dims
+          keys=cached[0],
+          values=cached[-1],
+          drafts=self.drafts,
+          implementation=self.implementation,
+          kv_split_dims=split_dims,
         )
     return None
 

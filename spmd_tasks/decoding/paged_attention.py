@@ -1,6 +1,6 @@
-"""Attention to a paged KV cache by the kernel of the platform; cached_attention.py has the loop for all other calls.
+"""Attention to a paged KV cache by the platform's kernel; cached_attention.py has the loop for all other calls.
 
-'xla'     the loop over blocks of the cache, which it copies out; on every platform.
+'xla'     the loop, which copies one block of the cache after another; on every platform.
 'pallas'  a kernel that reads each row's blocks in place; on GPUs (paged_attention_gpu.py).
 
 TPUs use the loop. JAX's kernels for TPUs (`paged_attention` and `ragged_paged_attention` in
@@ -8,20 +8,18 @@ jax.experimental.pallas.ops.tpu, JAX 0.10 to 0.12) do not fit: they take the pag
 2 G, K], with this call's tokens among them, and return normalized results. Here all layers share one array, of which
 each layer would copy its part, and a call's own tokens are written after its last layer.
 
-`task.decode.cache_attention` names one, which must be possible where there are pages: rings, of layers with a short
-attention window, and whole rows have none. None takes the kernel where it can compute a call, and logs once what is
-taken and why.
+`task.decode.cache_attention` names an implementation, which must support every layer that has pages; rings, of layers
+with a short attention window, and whole rows have none. None picks the kernel for the calls that it supports, and logs
+the choice and the reason once.
 
-A module with a kernel has `obstacle(query, keys)`, what it cannot compute of a call, and `attend_to_pages(query, keys,
-values, start, options, num_columns)`. That takes the queries [B, G, Q, K] of one device, CachedArrays [L, N, G, b, K]
-with tables [1, B, M] (of one array where values are the keys) and how many entries each row has, int32 [B], and returns
+A module with a kernel has `obstacle(query, keys)`, which returns why the kernel does not support a call, and
+`attend_to_pages(query, keys, values, start, options, num_columns)`. It takes one device's queries [B, G, Q, K],
+CachedArrays [L, N, G, b, K] with tables [1, B, M] (of one array if keys are the values) and the number of entries of
+each row, int32 [B]. It returns a softmax over the entries of each row (partial_softmax.py), with queries [B, G, Q]; if
+a row has none, the highest logit is -1e30, and the sums are 0.
 
-  the highest logit of a query to an entry of its row, float32 [B, G, Q, 1]; -1e30 where the row has none,
-  the sum of its weights, exp(logit - highest), [B, G, Q, 1]; 0 there,
-  the sum of the values with these weights, [B, G, Q, V]; 0 there.
-
-Shapes: B rows, T tokens of a call, G key/value heads, Q = H / G T queries of one of them, K and V their features; the
-cache has N blocks of b entries in D parts, and tables [D, R, M] (CachedArray).
+Shapes: B rows, T tokens of a call, G key/value heads, R query heads of each, Q = R T queries, K and V their features;
+the cache has N blocks of b entries in D parts, and tables [D, R, M] (CachedArray).
 """
 
 import functools
@@ -44,33 +42,34 @@ def attend_to_pages(
   queries: Queries,
   keys: CachedArray,
   values: CachedArray,
-  asked: str | None,
+  implementation: str | None,
   split_dims: SplitDims,
   kv_split_dims: SplitDims,
 ) -> PartialSoftmax | None:
-  """Computes a softmax over the entries of each row in the cache by a kernel; None: the loop must do it.
+  """Computes a softmax over the entries of each row in the cache by a kernel; None: the loop must compute it.
 
   Args:
     queries: [B, G, R, T, K]; a row has as many entries as it has tokens before the call.
     keys, values: the same array twice if keys are the values.
-    asked: 'pallas', 'xla' or None.
+    implementation: 'pallas', 'xla' or None.
     split_dims, kv_split_dims: of queries [B, T, H, K], and of keys [B, T, G, K]; the kernel runs on each device's rows
       and heads.
 
-  Raises a UserError: 'pallas' is asked for and impossible.
+  Raises:
+    UserError: `implementation` is 'pallas', but the kernel does not support the call.
   """
   kernel, options = kernel_of(current_platform()), queries.options
-  if asked == 'xla' or current_layer_scope().plain_products or (asked is None and kernel is None):
+  if implementation == 'xla' or current_layer_scope().plain_products or (implementation is None and kernel is None):
     return None
   is_ring = options.window is not None and keys.num_entries <= options.window
   if keys.tables is None or is_ring:  # no pages
     return None
   specs = _specs(queries, keys, split_dims, kv_split_dims)
   obstacle = specs if isinstance(specs, str) else _obstacle(kernel, queries, keys)
-  if asked is None:
+  if implementation is None:
     _log_once(current_platform(), obstacle)
   elif obstacle:
-    raise UserError(f'task.decode.cache_attention={asked!r} {obstacle}: set it to None, or to xla.')
+    raise UserError(f'task.decode.cache_attention={implementation!r} {obstacle}: set it to None or xla.')
   if obstacle:
     return None
   tables, arrays = keys.tables, (keys,) if keys.array is values.array else (keys, values)
@@ -105,7 +104,7 @@ def attend_to_pages(
 
 
 def kernel_of(platform: str) -> Any:
-  """Returns the module with the kernel of a platform, None where there is none."""
+  """Returns the module with a platform's kernel; None if it has none."""
   if platform == 'gpu':
     from spmd_tasks.decoding import paged_attention_gpu  # Pallas takes a second to import
 
@@ -114,16 +113,16 @@ def kernel_of(platform: str) -> Any:
 
 
 def _obstacle(kernel: Any, queries: Queries, keys: CachedArray) -> str | None:
-  """Returns why a kernel cannot compute a call, None if it can."""
+  """Returns why a kernel does not support a call; None if it does."""
   if kernel is None:
-    return f"is a kernel for GPUs, and the mesh's devices are of the platform {current_platform()!r}"
+    return f"is a kernel for GPUs, but the mesh's devices are of the platform {current_platform()!r}"
   if queries.options.bias is not None:
-    return 'has no relative position biases'
+    return 'does not support relative position biases'
   return kernel.obstacle(queries.array, keys)
 
 
 def _specs(queries: Queries, keys: CachedArray, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
-  """Returns the mesh axes that split D, G and Q, None without a mesh, or why these cannot be split so."""
+  """Returns the mesh axes that split D, G and Q, None without a mesh, or why the kernel does not support the split."""
   scope = current_sharding_scope()
   if scope is None or scope.mesh.size == 1:
     return None
@@ -134,9 +133,9 @@ def _specs(queries: Queries, keys: CachedArray, split_dims: SplitDims, kv_split_
   _, num_groups, num_heads, num_columns, _ = queries.array.shape
   assert keys.tables is not None
   if num_parts(rows, sizes) != keys.tables.shape[0] or any(num_parts(axes, sizes) > 1 for axes in others):
-    return 'needs blocks that are split as the rows are, and not in themselves'
+    return 'needs blocks that are split over the same axes as the rows, and whole entries'
   if num_groups % num_parts(heads, sizes):
-    return f'needs a number of key/value heads that the mesh divides, and not {num_groups}'
+    return f'needs the {num_groups} key/value heads to be divisible by the {num_parts(heads, sizes)} devices of {heads}'
   if num_groups > 1 or split_dims is None:
     return rows, heads, ()
   (axes,) = axes_of((tuple(split_dims)[2],), (num_heads * num_columns,))  # all devices have the head
@@ -146,7 +145,7 @@ def _specs(queries: Queries, keys: CachedArray, split_dims: SplitDims, kv_split_
 
 @functools.cache
 def _log_once(platform: str, obstacle: str | None) -> None:
-  if obstacle:  # which costs time, so that it is shown
+  if obstacle:  # a warning, because the loop is slower
     logging.warning("Attention to the KV cache is computed by 'xla': pallas %s.", obstacle)
   else:
     logging.info("Attention to the KV cache is computed by 'pallas': the devices are of the platform %r.", platform)

@@ -1,13 +1,13 @@
-"""Attention to a paged KV cache by a Pallas kernel for NVIDIA GPUs, compiled by Triton: it reads blocks where they lie.
+"""Attention to a paged KV cache by a Pallas kernel for NVIDIA GPUs, compiled by Triton, that reads blocks in place.
 
-Each program has one row, one key/value head, some of its queries, and one part of the row's used entries. It looks the
-blocks up in the row's table: nothing is gathered, sliced out of the stack of layers, or read that the row has not used,
-and all queries of the head read an entry at once. The parts of a row keep many multiprocessors busy where rows are few
-(Flash-Decoding: Dao et al., 2023); their sums are merged afterwards. How a row is split depends on its own length and
-on shapes: no bit of its result depends on other rows.
+Each program has one row, one key/value head, some of its queries, and one part of the row's used entries. It looks up
+the blocks in the row's table: nothing is gathered or sliced out of the stack of layers, unused entries are not read,
+and all queries of the head share each read. Splitting a row into parts keeps many multiprocessors busy if there are few
+rows (Flash-Decoding: Dao et al., 2023); their sums are merged afterwards. How a row is split depends only on its own
+length and on shapes: no bit of its result depends on other rows.
 
-Triton's arrays have sizes that are powers of two: features are taken in pieces of such sizes, 576 as 512 + 64.
-Sizes are the fastest of some that an H200 tried (2026-11-27); heads of 128 are read there at 3.4 TB/s.
+The sizes of Triton's arrays are powers of two: features are split into pieces of such sizes, 576 into 512 + 64. Tile
+sizes are the fastest of those tried on an H200 (2026-11-27), which reads heads of 128 at 3.4 TB/s.
 
 Shapes: B rows, G key/value heads, Q queries of one in a row, K head dim, V dim of a value; L layers, N blocks of b
 entries, M of a table.
@@ -28,24 +28,24 @@ from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding.specs import current_device
 
 _DEVICES = re.compile(r'\b(G?H\d+|G?B\d{3})\b')  # Hopper and Blackwell: H100, GH200, B200, ..., not GB10
-_PROGRAMS = 4 * 132  # at least so many, if there are entries for them: a few for each multiprocessor of an H100
-_MOST_OF_A_PART = 8192  # entries, so that a long row among short ones is read by many programs
-_LEAST_QUERIES, _MOST_QUERIES = 16, 64  # of a program; a product takes 16
-_LEAST_ENTRIES, _MOST_ENTRIES = 16, 64  # whose keys and values are read at a time
+_PROGRAMS = 4 * 132  # at least, if there are enough entries: a few for each multiprocessor of an H100
+_MOST_OF_A_PART = 8192  # entries, so that many programs read a long row among short ones
+_LEAST_QUERIES, _MOST_QUERIES = 16, 64  # of a program; a product needs 16
+_LEAST_ENTRIES, _MOST_ENTRIES = 16, 64  # that are read at a time
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for the queries and two such tiles
 _UNSEEN = -1e30
 
 
 def obstacle(query: jax.Array, keys: Any) -> str | None:
-  """Returns why the kernel cannot compute a call with keys in blocks, None if it can."""
+  """Returns why the kernel does not support a call with keys in blocks; None if it does."""
   if not _DEVICES.search(kind := current_device().device_kind):
-    return f'has a kernel for GPUs of the generations Hopper and Blackwell, and not for {kind}'
+    return f'is a kernel for GPUs of the generations Hopper and Blackwell, not for {kind}'
   if query.dtype.name not in ('bfloat16', 'float16', 'float32'):
-    return f'needs queries in bfloat16, float16 or float32, and not in {query.dtype}'
+    return f'needs queries in bfloat16, float16 or float32, not {query.dtype}'
   if keys.array.shape[-1] % 16:
-    return f'needs heads of a multiple of 16 features, and not {keys.array.shape[-1]}'
-  if keys.array.dtype.itemsize == 1 and 2**31 < keys.array.size <= 2**32:  # Pallas counts them in 32 bits with a sign
-    return 'has no caches of 2**31 to 2**32 numbers of 8 bits: set another task.decode.max_cache_tokens'
+    return f'needs a head dim that is divisible by 16, not {keys.array.shape[-1]}'
+  if keys.array.dtype.itemsize == 1 and 2**31 < keys.array.size <= 2**32:  # Pallas indexes them in int32
+    return 'does not support 8-bit caches of 2**31 to 2**32 numbers: change task.decode.max_cache_tokens'
   return None
 
 
@@ -59,7 +59,7 @@ def attend_to_pages(
   *,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes attention to the entries of each row, as paged_attention.py says; `interpret` does it on any platform."""
+  """Computes attention to the entries of each row, see paged_attention.py; `interpret` runs it on any platform."""
   num_rows, num_groups, num_queries, head_dim = query.shape
   sources = [keys] if keys.array is values.array else [keys, values]
   num_entries, value_dim = keys.num_entries, values.array.shape[-1]
@@ -83,23 +83,23 @@ def attend_to_pages(
   )
   stored = [source.array for source in sources]
   stored += [source.scale.array for source in sources if source.scale is not None]
-  given = (start, keys.layer[0].reshape(1), keys.tables[0])
+  indices = (start, keys.layer[0].reshape(1), keys.tables[0])
   whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
   of_head = pl.BlockSpec((None, None, num_queries, head_dim), lambda i, p, g, b: (b, g, 0, 0))
   sums = pl.BlockSpec((None, None, None, num_queries), lambda i, p, g, b: (b, g, p, 0))
   vectors = pl.BlockSpec((None, None, None, num_queries, value_dim), lambda i, p, g, b: (b, g, p, 0, 0))
   shape = num_rows, num_groups, num_parts, num_queries
-  results = (jax.ShapeDtypeStruct(each, jnp.float32) for each in (shape, shape, (*shape, value_dim)))
+  results = (jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in (shape, shape, (*shape, value_dim)))
   highest, total, attended = pl.pallas_call(
     functools.partial(_kernel, static),
     grid=(num_tiles, num_parts, num_groups, num_rows),
-    in_specs=[*map(whole, given), of_head, *map(whole, stored)],
+    in_specs=[*map(whole, indices), of_head, *map(whole, stored)],
     out_specs=[sums, sums, vectors],
     out_shape=[*results],
     compiler_params=pltriton.CompilerParams(num_warps=8 if tile * value_dim > 64 * 128 else 4, num_stages=3),
     interpret=interpret,
     name='paged_attention',
-  )(*given, query, *stored)
+  )(*indices, query, *stored)
   higher = jnp.max(highest, axis=2, keepdims=True)
   factors = jnp.exp(highest - higher)
   attended = jnp.sum(attended * factors[..., None], axis=2)
@@ -107,7 +107,7 @@ def attend_to_pages(
 
 
 class _Static(NamedTuple):
-  """What a kernel is compiled for; `tile` queries and `size` entries are compared at a time."""
+  """Static arguments of the kernel, which compares `tile` queries and `size` entries at a time."""
 
   scale: float
   cap: float | None
@@ -127,7 +127,7 @@ def _kernel(static: _Static, start_ref, layer_ref, tables_ref, query_ref, *refs)
   (_, num_blocks, _, block, _), (num_queries, head_dim) = arrays[0].shape, query_ref.shape
   part, group, row = pl.program_id(1), pl.program_id(2), pl.program_id(3)
   layer, start = layer_ref[0], start_ref[row]
-  # The used entries are those from `first` to before `end`, and each part has as many whole tiles of them.
+  # The used entries are those from `first` to before `end`. Parts have equal numbers of whole tiles.
   first: Any = 0
   end = jnp.minimum(start, static.num_entries)
   if static.window is not None:

@@ -30,7 +30,7 @@ class Queries(NamedTuple):
   Attributes:
     array: [B, G, R, T, K].
     positions: int32 [B, T], consecutive positions in the text.
-    options: how they are compared with keys.
+    options: the window, the scale, and so on.
   """
 
   array: jax.Array
@@ -39,11 +39,11 @@ class Queries(NamedTuple):
 
   @property
   def start(self) -> jax.Array:
-    """int32 [B, 1], how many tokens of the text earlier calls have read."""
+    """The number of tokens that earlier calls have read, int32 [B, 1]."""
     return self.positions[:, :1]
 
   def logits(self, keys: jax.Array, key_positions: jax.Array, may_see: jax.Array) -> jax.Array:
-    """Returns [B, G, R, T, S] for keys [B, G, S, K] at int32 [B, S], seen where bool [B or 1, T, S] is true."""
+    """Returns [B, G, R, T, S] for keys [B, G, S, K] at positions int32 [B, S]; `may_see` is bool [B or 1, T, S]."""
     products = jnp.einsum('BGRTK,BGSK->BGRTS', self.array, keys, preferred_element_type=jnp.float32)
     logits = soft_cap(products * self.options.scale(self.array.shape[-1]), self.options.logit_cap)
     if self.options.bias is not None:
@@ -54,7 +54,7 @@ class Queries(NamedTuple):
 def softmax_of(logits: jax.Array, values: jax.Array, sinks: jax.Array | None = None) -> PartialSoftmax:
   """Returns the softmax of logits [B, G, R, T, S] over S, with values [B, G, S, V] and sinks [H].
 
-  A query that sees no key has the lowest highest logit, so that the softmax counts nothing once others are added.
+  A query that sees no key has the lowest logit, so that its weights become 0 once other keys are added.
   """
   highest = jnp.max(logits, axis=-1, keepdims=True)
   total = jnp.zeros_like(highest)

@@ -81,7 +81,7 @@ class DecodeSettings(SamplingParams):
       'nf4_double' (decoding/weight_storage.py), or None for training's. The model still computes in its own dtype.
     cache_dtype: the dtype of keys and values in the KV cache: 'int8', 'float8_e4m3fn' or None for the model's.
     cache_attention: the implementation of attention to the KV cache: 'pallas', a kernel that reads blocks in place
-      (TPUs and GPUs), 'xla', a loop that copies blocks, or None, the kernel if it supports the model.
+      (GPUs), 'xla', a loop that copies blocks, or None, the kernel if it supports the layer.
     num_beams: 1 samples; a larger number runs beam search instead.
     length_penalty, beam_rule: settings of beam search, see decoding/beam.py.
     encoder_len: for an encoder-decoder, the largest length of a prompt; None takes the training input's length.

@@ -128,7 +128,9 @@ def attend(case: Case, how: str):
       cached = tuple(x._replace(array=array, scale=x._replace(array=scale)) for x, array, scale in kept)
     options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
     kv_split_dims = LATENT if case.is_latent else KV_HEADS
-    earlier = EarlierTokens(keys=cached[0], values=cached[1], drafts=drafts, attention=how, kv_split_dims=kv_split_dims)
+    earlier = EarlierTokens(
+      keys=cached[0], values=cached[1], drafts=drafts, implementation=how, kv_split_dims=kv_split_dims
+    )
     with contextlib.nullcontext() if mesh is None else sharding_scope(mesh, RULES):
       return earlier.attend(query, key, value, None, positions, options, split_dims=HEADS)
 
@@ -155,7 +157,7 @@ def test_the_kernel_gives_the_numbers_of_the_loop(name, monkeypatch):
     ({}, "platform 'cpu'"),
     ({'tables': None}, None),  # whole rows have no pages
     ({'num_entries': 8}, None),  # nor has a ring
-    ({'head_dim': 120}, 'multiple of 16 features'),
+    ({'head_dim': 120}, 'divisible by 16'),
     ({'dtype': 'float64'}, 'float64'),
     ({'device': 'A100'}, 'cpu'),
   ],
@@ -185,7 +187,7 @@ def test_the_kernel_compiles_for_gpus_and_copies_no_cache(target):
 
   def compute(query, key, pages, tables, positions, layer):
     cached = CachedArray(pages, (layer,), tables, len(query))
-    earlier = EarlierTokens(keys=cached, values=cached, attention='pallas', kv_split_dims=KV_HEADS)
+    earlier = EarlierTokens(keys=cached, values=cached, implementation='pallas', kv_split_dims=KV_HEADS)
     with sharding_scope(mesh, RULES):
       return earlier.attend(query, key, key, None, positions, AttentionOptions(), split_dims=HEADS)
 

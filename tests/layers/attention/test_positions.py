@@ -37,7 +37,7 @@ def test_rotary_turns_halves(rng):
     (
       Rotary(scaling=LongRopeScaling(factor=2.0, original_length=8, short_factors=(1.0,), long_factors=(2.0, 3.0))),
       4,
-      'short_factors has 1 numbers, but 2 pairs',
+      'short_factors has 1 factors for 2 pairs',
     ),
   ],
 )
