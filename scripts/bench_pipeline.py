@@ -34,8 +34,7 @@ from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers import GatedFeedForward, RmsNorm, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
-from spmd_tasks.planning.costs import flops_by_type
-from spmd_tasks.planning.program import read_program
+from spmd_tasks.planning.traced_step import walk_jaxpr
 from spmd_tasks.sharding import MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights
@@ -78,8 +77,9 @@ class Program:
     shardings = NamedSharding(mesh, layers), NamedSharding(mesh, PartitionSpec(('stage', 'data')))
     self._args = jax.device_put((weights, x), shardings)
     start = time.process_time()
-    lowered = jax.jit(gradient, in_shardings=shardings, out_shardings=shardings).lower(*self._args)
-    self.compiled = lowered.compile()
+    traced = jax.jit(gradient, in_shardings=shardings, out_shardings=shardings).trace(*self._args)
+    self._jaxpr, self._axis_sizes = traced.jaxpr, dict(mesh.shape)
+    self.compiled = traced.lower().compile()
     self.cpu_seconds = time.process_time() - start
 
   def __call__(self) -> Any:
@@ -87,9 +87,9 @@ class Program:
 
   @property
   def flops(self) -> float:
-    program = read_program(self.compiled)
-    assert not program.unknown_loops, program.unknown_loops
-    return sum(count * sum(flops_by_type(each).values()) for each, count in program.steps())
+    """FLOPs of products of one device, with recomputation and bubbles."""
+    step = walk_jaxpr(self._jaxpr, self._args, self._axis_sizes)
+    return sum(count * operation.flops for operation, count in step.walk())
 
   @property
   def temp_bytes(self) -> int:

@@ -27,11 +27,28 @@ import statistics
 import tomllib
 from typing import Any
 
+import fiddle as fdl
+
+from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning.chips import CHIPS, Chip, Rate, rate_of, read_table
-from spmd_tasks.planning.costs import filled_part
-from spmd_tasks.planning.networks import is_ring, links_of_dim
+from spmd_tasks.experiment import Experiment
+from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.layers import (
+  BlockGroup,
+  FeedForward,
+  GatedFeedForward,
+  StackSequence,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import LatentAttention
+from spmd_tasks.layers.moe import CapacityGather, Dropless
+from spmd_tasks.planning import make_plan
+from spmd_tasks.planning.chips import CHIPS, Chip, read_table
 from spmd_tasks.planning.targets import parse_target, target_of
+from spmd_tasks.recipes import DenseLanguageModel, MoeLanguageModel
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules, residual_axis_rules
 
 _BF16, _F32 = 2, 4  # bytes
 _ATTENTION = ('q', 'k', 'v', 'out')
@@ -103,13 +120,6 @@ class Model:
     return everywhere * (1 - self.local) + min(everywhere, of_window) * self.local
 
 
-def model_flops(model: Model, num_tokens: float, seq_len: int) -> float:
-  """Returns the FLOPs of a step without recomputation, of the scores only causal and windowed ones."""
-  active = model.num_params(model.selected) - (1 - model.tied) * model.vocab * model.dims
-  keys = seq_len / 2 * (1 - model.local) + min(model.window, seq_len / 2) * model.local
-  return 6 * num_tokens * (active + keys * model.heads * (2 * model.head_dim + model.rope_dim) * model.layers)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
   """How a model is trained; see the module's docstring."""
@@ -154,107 +164,123 @@ def find_recipe(name: str, chip: str, num_chips: int, seq_len: int, precision: s
   return next((Recipe(**of_chip[key]) for key in keys if key in of_chip), None)
 
 
-class _Step:
-  """One chip's step: a model by a recipe, and the seconds of its operations with the rates that they rest on."""
+_NAMES = {
+  'input': 'layer_input',
+  'q': 'query',
+  'k': 'key',
+  'v': 'value',
+  'context': 'attention',
+  'out': 'attention_output',
+  'wi': 'pre_activations',
+  'wo': 'ffn_output',
+}
 
-  def __init__(self, model: Model, recipe: Recipe, chip: Chip, num_chips: int, tokens: float, seq_len: int, low: bool):
-    self.seconds: dict[str, float] = {}
-    self.by_basis: dict[str, float] = {}
-    self.model, self.recipe, self.chip, self.num_chips, self.tokens = model, recipe, chip, num_chips, tokens
-    self.seq_len, self.is_low = seq_len, low
-    self.peak = (chip.peak_flops or 0) * chip.cores
-    self.hbm = (chip.hbm_bandwidth or 0) * chip.cores
-    width, kv_width = model.heads * model.head_dim, (model.kv_heads or model.heads) * model.head_dim
-    active = (model.dense_units + model.routed_layers * model.selected) * model.hidden / model.layers
-    self.widths = {  # of what may be kept of a layer
-      **{'input': model.dims, 'out': model.dims, 'q': width, 'context': width, 'k': kv_width, 'v': kv_width},
-      **{'wi': (1 + model.gated) * active, 'wo': model.dims * model.selected},
-    }
 
-  def rate(self, name: str) -> float:
-    return rate_of(self.chip, name).value
+class _Published(MoeLanguageModel):
+  """A published model and recipe as an experiment of ours; `rows` of a step are `seq_len` tokens long."""
 
-  def add(self, operation: str, rate: str, work: float) -> None:
-    """Adds an operation: its work over its rate, in seconds; of collectives, the share that is exposed."""
-    value, basis, _ = Rate(1, 'assumed', '') if rate == 'host' else rate_of(self.chip, rate)
-    self.seconds[operation] = seconds = work * value if rate == 'exposed' else work / value
-    self.by_basis[basis] = self.by_basis.get(basis, 0) + seconds
+  architecture: Any
+  recipe: Any
+  num_devices: int
+  num_slices: int
+  precision: str
 
-  def add_products(self) -> None:
-    model, recipe, weights = self.model, self.recipe, self.model.weights
-    low = (self.chip.fp8_flops or self.chip.int8_flops or self.chip.peak_flops or 0) * self.chip.cores
-    peak = low * self.rate('low_precision') if self.is_low else self.peak
-    again = {name: name not in recipe.kept for name in weights}
-    unfilled = 2 * self.tokens / filled_part(model.dims, self.chip.mxu_size)
-    expert = sum(weights[name] * (3 + again[name]) for name in ('wi', 'wo'))
-    attention = sum(weights[name] * (3 + again[name]) for name in _ATTENTION) * model.layers
-    # The layer's last product is needed by no gradient, unless gates multiply it.
-    dense = attention + (weights['wi'] * (3 + again['wi']) + weights['wo'] * 3) * model.dense_units
-    routed = model.routed_layers * model.selected * expert / filled_part(model.hidden, self.chip.mxu_size)
-    if recipe.capacity_factor:
-      dense += routed * recipe.capacity_factor
-      # A sequence's tokens are given to slots, and back, by products with masks of [tokens, slots].
-      slots = self.seq_len * model.selected * recipe.capacity_factor
-      self.add('dispatch', 'matmul', 4 * 2 * unfilled * model.routed_layers * slots * model.dims / self.peak)
-    elif routed:
-      self.add('experts', 'grouped', unfilled * routed / peak)
-    self.add('products', 'matmul', unfilled * dense / peak)
-    logits = 2 * self.tokens * model.vocab * model.dims * (3 + (recipe.vocab_tiles > 1))
-    self.add('logits', 'matmul', logits / self.peak)
-    query_dim = model.head_dim + model.rope_dim
-    forward, backward = (model.keys(self.seq_len, block) for block in recipe.blocks)
-    keys = forward * (1 + ('context' not in recipe.kept)) + backward * 2.5
-    scores = 2 * self.tokens * keys * model.heads * (query_dim + model.head_dim) * model.layers
-    self.add('attention', 'attention', scores / (self.peak * filled_part(query_dim, self.chip.mxu_size)))
+  def block(self, ffn: fdl.Config, window: int | None = None) -> fdl.Config[TransformerBlock]:
+    model, block = self.architecture, super().block(ffn)
+    if model.kv_rank:
+      sizes = {'nope_head_dim': model.head_dim, 'rope_head_dim': model.rope_dim, 'value_head_dim': model.head_dim}
+      ranks = {'query_rank': model.query_rank, 'kv_rank': model.kv_rank}
+      block.attention = fdl.Config(LatentAttention, num_heads=model.heads, dtype=self.dtype, **ranks, **sizes)
+    else:
+      block.attention.head_dim, block.attention.window = model.head_dim, window
+    block.attention.gradient_keys = min(self.recipe.blocks[1], self.seq_len)
+    return block
 
-  def add_memory(self) -> None:
-    model, widths = self.model, self.widths
-    hidden, heads = widths['wi'] / (1 + model.gated), widths['q'] + widths['k'] + widths['v']
-    moved = _BF16 * (28 * model.dims + 10 * hidden + 8 * heads)
-    if self.is_low:  # each product's operands are read, and written in a byte: forward, again, backward
-      moved += 3 * (_BF16 + 1) * (2 * model.dims + heads / 2 + 2 * hidden)
-    self.add('memory', 'hbm', self.tokens * (model.layers * moved + 5 * _F32 * model.vocab) / self.hbm)
-    self.add('optimizer', 'hbm', 7 * _F32 * model.num_params() * self.recipe.replicas / self.num_chips / self.hbm)
-    if model.experts and not self.recipe.capacity_factor:
-      rows = self.tokens * model.selected * model.dims * model.routed_layers
-      self.add('sorting', 'gather', 28 * _BF16 * rows / self.hbm)  # 14 times read and written
+  def ffn(self) -> fdl.Config:
+    if self.architecture.experts:
+      return super().ffn()
+    kind = GatedFeedForward if self.architecture.gated else FeedForward
+    return fdl.Config(kind, hidden_dim=self.hidden_dims, activation='silu', dtype=self.dtype)
 
-  def add_networks(self, num_slices: int) -> None:
-    model, recipe, chip, tokens = self.model, self.recipe, self.chip, self.tokens
-    text = target_of(chip, self.num_chips * chip.cores, num_slices)
-    shape = parse_target(text).slice_shape if text else (self.num_chips // num_slices,)
-    link = (chip.ici_bandwidth or 0) * chip.cores
-    links = sum(links_of_dim(range(size), size, is_ring(chip, size)) for size in shape if size > 1) or 1
-    experts = model.num_params() - model.num_params(0)
-    weights = (model.num_params(0) + experts / recipe.expert) / recipe.tensor
-    layer = _BF16 * tokens * model.layers
-    along_a_dim = (
-      layer * 3 * (recipe.context - 1) * (self.widths['k'] + self.widths['v'])
-      + layer * 4 * (3 - ('wi' in recipe.kept)) * (recipe.tensor - 1) * model.dims
-      + _BF16 * tokens * model.routed_layers * 6 * (1 - 1 / recipe.expert) * model.selected * model.dims
-    )
-    gathered = 0 if self.num_chips == num_slices else weights  # by the chips of a slice
-    seconds = (3 * _BF16 * gathered / links + along_a_dim / 2) / (link * self.rate('ici'))
-    self.add('collectives', 'exposed', seconds)
-    if num_slices > 1:
-      self.add('slices', 'dcn', 2 * _F32 * model.num_params() * (num_slices - 1) / self.num_chips)
+  def stack(self) -> fdl.Config:
+    stack, model = super().stack(), self.architecture
+    if not model.local:
+      return stack
+    local = round(1 / (1 - model.local)) - 1  # local layers for each global one
+    windows = (*[model.window] * local, None)
 
-  def add_host(self) -> None:
-    """Adds what the host's copies take beyond a forward pass of a quarter, and a backward pass of half of the step."""
-    total, words = sum(self.seconds.values()), self.recipe.offload.split()
-    moved = _BF16 * self.tokens * self.model.layers * sum(self.widths[word] for word in words)
-    seconds = moved / ((self.chip.host_bandwidth or 0) * self.chip.cores)
-    self.add('host', 'host', max(0, seconds - total / 4) + max(0, seconds - total / 2))
+    def grouped(windows: Sequence[int | None], num_layers: int) -> fdl.Config[TransformerStack]:
+      blocks = tuple(self.block(self.ffn(), window=window) for window in windows)
+      group = fdl.Config(BlockGroup, blocks=blocks)
+      return fdl.Config(TransformerStack, block=group, num_layers=num_layers, remat_policy=self.remat_policy)
 
-  def memory_bytes(self, num_slices: int) -> float:
-    model, recipe = self.model, self.recipe
-    words = {'input', *recipe.kept} - set(recipe.offload.split())
-    saved = _BF16 * model.layers * sum(self.widths[word] for word in words)
-    working = _BF16 * (6 * model.dims + 2 * self.widths['wi'] + model.vocab / recipe.vocab_tiles)
-    copies = recipe.replicas * (1 if recipe.is_split_over_slices else num_slices)
-    state = recipe.state_bytes * model.num_params() / self.num_chips * copies
-    layer = 2 * _BF16 * max(model.num_params() / model.layers / recipe.expert, model.vocab * model.dims)
-    return state + (layer + self.tokens * (saved + working)) / recipe.tensor
+    groups, rest = divmod(model.layers, len(windows))
+    stacks = [grouped(windows, groups), *([grouped(windows[:rest], 1)] if rest else [])]
+    return stacks[0] if len(stacks) == 1 else fdl.Config(StackSequence, stacks=tuple(stacks))
+
+  def embedding(self) -> fdl.Config[TokenEmbedding]:
+    return fdl.copy_with(super().embedding(), tied=self.architecture.tied, scale_sqrt_depth=False)
+
+  def computation(self) -> fdl.Config:
+    if self.recipe.capacity_factor:
+      return fdl.Config(CapacityGather, capacity_factor=self.recipe.capacity_factor, capacity_counts_choices=True)
+    return fdl.Config(Dropless, dispatch='gather')
+
+  def loss(self) -> fdl.Config:
+    return super().loss() if self.architecture.experts else DenseLanguageModel.loss(self)
+
+  def task(self) -> fdl.Config:
+    return fdl.copy_with(super().task(), quantization=None if self.precision == 'bf16' else self.precision)
+
+  def train_input(self) -> fdl.Config:
+    sizes = {'batch_size': self.batch_size, 'seq_len': self.seq_len, 'vocab_size': self.vocab_size}
+    return fdl.Config(SyntheticText, **sizes, seed=0)
+
+
+def experiment_of(
+  model: Model, recipe: Recipe, *, num_devices: int, num_slices: int, batch: int, seq_len: int, precision: str
+) -> type[Experiment]:
+  """Returns the experiment class of a published recipe, on a mesh of replica x data x expert x context x mdl."""
+  words = {'save': recipe.save, 'offload': recipe.offload}
+  policy = ' '.join(f'{how}({", ".join(_NAMES[word] for word in text.split())})' for how, text in words.items() if text)
+  others = recipe.replicas * recipe.expert * recipe.context * recipe.tensor
+  data = num_devices // num_slices // others
+  both = ('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed')
+  mesh = DataExpertModelMesh(num_devices=data * recipe.expert, num_expert_partitions=recipe.expert, base_rules=both)
+  rules = mesh.axes().axis_rules
+  rules = context_axis_rules(rules) if recipe.context > 1 else rules
+  rules = residual_axis_rules(rules) if recipe.tensor > 1 else rules
+  data_over_slices = recipe.is_split_over_slices
+  dcn = (1, num_slices, 1, 1, 1) if data_over_slices else (num_slices, 1, 1, 1, 1)
+  fields: dict[str, Any] = {
+    'mesh_axis_names': ('replica', 'data', 'expert', 'context', 'mdl'),
+    'ici_mesh_shape': (recipe.replicas, data, recipe.expert, recipe.context, recipe.tensor),
+    'dcn_mesh_shape': dcn if num_slices > 1 else None,
+    'axis_rules': rules,
+    'vocab_size': model.vocab,
+    'model_dims': model.dims,
+    'num_layers': model.layers,
+    'num_heads': model.heads,
+    'num_kv_heads': model.kv_heads,
+    'hidden_dims': model.hidden,
+    'num_experts': model.experts,
+    'num_selected_experts': model.selected,
+    'shared_hidden_dims': model.shared or None,
+    'num_dense_layers': model.dense_layers,
+    'dense_hidden_dims': model.dense_hidden or None,
+    'dtype': 'bfloat16',
+    'seq_len': seq_len,
+    'batch_size': batch,
+    'remat_policy': policy or 'full',
+    'num_logit_chunks': recipe.vocab_tiles,
+    'num_train_steps': 1,
+    'architecture': model,
+    'recipe': recipe,
+    'num_devices': num_devices,
+    'num_slices': num_slices,
+    'precision': precision,
+  }
+  return type('Published', (_Published,), {**fields, '__module__': __name__})
 
 
 def predict_recipe(
@@ -264,40 +290,32 @@ def predict_recipe(
   *,
   num_chips: int,
   num_slices: int,
-  num_tokens: int,
+  batch: int,
   seq_len: int,
   precision: str = 'bf16',
 ) -> dict[str, Any]:
-  """Predicts one training step.
+  """Predicts one training step: what `--mode plan --no_compile` says of the recipe as an experiment.
 
   Args:
     model, recipe: what is trained and how.
     chip: one with rates in rates.toml.
-    num_chips, num_tokens: of all slices together.
+    num_chips: of all slices together.
     num_slices: over which only gradients are summed.
-    seq_len: tokens of a sequence.
+    batch, seq_len: rows of a step, and their tokens.
     precision: 'bf16', or that of the layers' products: 'int8', 'fp8', also 'fp8_full'.
-
-  Returns:
-    predicted_s; `seconds` by operation; `share` of the time by the basis of its rates: measured, fitted, assumed;
-    memory_bytes of a chip and whether that fits; model_flops of the step; mfu, always of bfloat16's peak.
   """
-  is_low = not precision.startswith('bf16')
-  step = _Step(model, recipe, chip, num_chips, num_tokens / num_chips, seq_len, is_low)
-  step.add_products()
-  step.add_memory()
-  step.add_networks(num_slices)
-  step.add_host()
-  total, memory = sum(step.seconds.values()), step.memory_bytes(num_slices)
-  flops = model_flops(model, num_tokens, seq_len)
+  num_devices = num_chips * chip.cores
+  sizes: dict[str, Any] = {'num_devices': num_devices, 'num_slices': num_slices, 'batch': batch, 'seq_len': seq_len}
+  experiment = experiment_of(model, recipe, precision=precision, **sizes)
+  target = parse_target(target_of(chip, num_devices, num_slices) or f'{chip.name}:{num_devices}')
+  planned = make_plan(resolve(experiment).build(), target, compiles=False)
   return {
-    'predicted_s': total,
-    'fits': memory <= (chip.hbm_bytes or 0) * chip.cores,
-    'memory_bytes': memory,
-    'model_flops': flops,
-    'mfu': flops / (num_chips * step.peak * total),
-    'seconds': {name: seconds for name, seconds in step.seconds.items() if seconds},
-    'share': {basis: seconds / total for basis, seconds in sorted(step.by_basis.items())},
+    'predicted_s': planned['predicted_step_s'],
+    'fits': planned['fits'],
+    'memory_bytes': planned['peak_bytes'],
+    'mfu': planned['predicted_mfu'],
+    'seconds': {term['name']: term['seconds'] for term in planned['terms']},
+    'share': planned['shares'],
   }
 
 
@@ -347,7 +365,8 @@ def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
   for recipe in [found] if found else [Recipe(**words) for words in _GUESSES]:
     settings: dict[str, Any] = {'seq_len': recipe.seq_len or row['seq_len'], 'precision': recipe.precision or precision}
     sizes: dict[str, Any] = {'num_chips': row['num_chips'], 'num_slices': row.get('num_slices') or 1}
-    made = predict_recipe(model, recipe, chip, num_tokens=row['global_batch'] * row['seq_len'], **sizes, **settings)
+    batch = max(1, round(row['global_batch'] * row['seq_len'] / settings['seq_len']))
+    made = predict_recipe(model, recipe, chip, batch=batch, **sizes, **settings)
     plans.append(made | settings | {'recipe': dataclasses.asdict(recipe) | {'is_guess': not found}})
   best = min(plans, key=lambda made: (not made['fits'], made['predicted_s']))
   ratio = best['predicted_s'] / measured if measured else None

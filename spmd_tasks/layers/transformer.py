@@ -13,6 +13,7 @@ Shapes: B batch, T sequence, D model, L layers.
 """
 
 from collections.abc import Callable, Mapping
+import re
 from typing import TYPE_CHECKING, Any
 
 from flax.core import DenyList
@@ -98,11 +99,33 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
+# What a policy can save or offload by name: a layer's input, attention's inputs (all, or one of them), results and
+# output, and the pre-activations and the output of a feed-forward layer.
+REMAT_NAMES = (
+  *(LAYER_INPUT_NAME, ATTENTION_INPUTS_NAME, 'query', 'key', 'value', ATTENTION_NAME, 'attention_output'),
+  *(PRE_ACTIVATIONS_NAME, 'ffn_output'),
+)
+_SAVE_OR_OFFLOAD = re.compile(r'(?:save\(([\w, ]+)\))?\s*(?:offload\(([\w, ]+)\))?')
+
+
 def remat_policy(name: str) -> Callable[..., Any] | None:
-  """Returns the `jax.checkpoint` policy of this name, None for 'none'. Raises a UserError for an unknown name."""
-  if name not in REMAT_POLICIES:
-    raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
-  return REMAT_POLICIES[name]
+  """Returns the `jax.checkpoint` policy of a name, None for 'none'.
+
+  A policy is one of REMAT_POLICIES or names what is saved and offloaded, such as
+  'save(query, key) offload(layer_input)'. Raises a UserError: there is no such policy or name.
+  """
+  if name in REMAT_POLICIES:
+    return REMAT_POLICIES[name]
+  match = _SAVE_OR_OFFLOAD.fullmatch(name)
+  if not name or match is None:
+    raise UserError(
+      f"remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}, or write 'save(NAME, ...) "
+      f"offload(NAME, ...)' with names of {list(REMAT_NAMES)}."
+    )
+  saved, offloaded = ([word.strip() for word in (group or '').split(',') if word.strip()] for group in match.groups())
+  if unknown := [word for word in (*saved, *offloaded) if word not in REMAT_NAMES]:
+    raise UserError(f'remat_policy {name!r} names {unknown[0]!r}: choose from {", ".join(REMAT_NAMES)}.')
+  return _offloaded(*offloaded, saved=tuple(saved))
 
 
 def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
@@ -180,6 +203,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
     """Adds a sublayer's output to the residual stream."""
     y = self._norm(f'{role}_norm', x, self.pre_norm)
     y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **arguments, train=train)
+    y = checkpoint_name(y, f'{role}_output')
     y = self._norm(f'{role}_post_norm', y, self.post_norm)
     y = dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, train=train)(y)
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux

@@ -1,17 +1,19 @@
-"""Plans: what a run will need and cost on accelerators that are not there, by compiling it for them.
+"""Plans: the memory and time that a run needs on accelerators that are not there.
 
     target = parse_target('v5p:4x4x2')
-    plan = make_plan(job, target)              # plan.json: compiles the very step that training runs
-    print(format_plan(plan))                   # memory, weights, collectives, time
-    plan_compiled(compiled, target)            # of any program that was compiled for target.devices()
+    plan = make_plan(job, target)                   # plan.json: compiles the very step that training runs
+    plan = make_plan(job, target, compiles=False)   # the same keys in seconds, from the traced step alone
+    print(format_plan(plan))                        # memory, weights, collectives, time
+    plan_compiled(compiled, target)                 # of any program that was compiled for target.devices()
 
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA GPUs.
 
-Read chips.py with chips.toml (published figures) and rates.toml (what is reached of them); targets.py (what `v5p:4x4x2`
-means, and compile-only devices); plan.py (a step is compiled, or refused for its memory; what is read of it; why a
-weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's protocol buffer as
-typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and time.py, the one model of
-time, with costs.py (an operation) and networks.py (a transfer).
+Read chips.py with chips.toml (published figures) and rates.toml (the share of them that programs reach); targets.py
+(what `v5p:4x4x2` means, and compile-only devices); plan.py (a step is compiled, or refused for its memory; why a weight
+is replicated or padded); report.py with plan_page.html. Time has one model: traced_step.py walks the step's jaxpr and
+lists what one device does, networks.py knows the links of mesh axes, and roofline.py divides work by rates. estimate.py
+takes memory from the traced step too. A compiled program is read by hlo.py (XLA's protocol buffer as typed operations)
+and program.py (how often each runs); from it collectives.py and memory.py.
 """
 
 import argparse
@@ -53,6 +55,12 @@ EXTENSION = Extension(
           "experiment's",
         ),
         Flag(name='plan_out', metavar='DIR', help='also write the plan as plan.json and plan.html'),
+        Flag(
+          name='no_compile',
+          is_switch=True,
+          help="estimate memory and time from the traced train step, in seconds; default where the target's compiler "
+          'is not installed',
+        ),
         Flag(name='plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train'),
       ),
     ),

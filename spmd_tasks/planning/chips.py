@@ -21,6 +21,7 @@ class Chip:
   Attributes:
     name: as targets name it, such as `v5p`.
     platform: 'tpu', 'gpu' or 'cpu'.
+    device_kind: as JAX calls its devices.
     hbm_bytes: memory that a program may use.
     peak_flops: dense bfloat16 FLOP/s.
     int8_flops, fp8_flops: of products of these types, where they are faster.
@@ -41,6 +42,7 @@ class Chip:
 
   name: str
   platform: str
+  device_kind: str = ''
   hbm_bytes: int | None = None
   peak_flops: float | None = None
   int8_flops: float | None = None
@@ -107,6 +109,7 @@ def _chip(name: str, table: dict[str, Any]) -> Chip:
     config = config.replace('HBM_BANDWIDTH', f'{figures["hbm_bandwidth"]:.0f}')
     for key in ('multiprocessors', 'clock_ghz', 'l2_bytes', 'major'):
       config = config.replace(key.upper(), str(figures.pop(key)))
+    figures['device_kind'] = f'NVIDIA {name.upper()}'
     figures |= {'host_chips': (figures.pop('node'),), 'gpu_target_config': config}
   if (cores := figures.get('cores', 1)) > 1:
     figures |= {key: figures[key] / cores for key in figures if key.endswith(('_flops', 'bandwidth'))}

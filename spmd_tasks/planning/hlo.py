@@ -17,7 +17,6 @@ from typing import Any
 from spmd_tasks.planning.hlo_schema import DTYPES, schema
 
 HOST_MEMORY = 5  # a layout's memory space; 0 is the device's main memory (HBM), 1 a TPU's vector memory
-UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
 VIEWS = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
 _MAX_DEPTH = 400
 
@@ -127,12 +126,6 @@ class Instruction:
     except ValueError:
       return {}
     return config if isinstance(config, dict) else {}
-
-  @functools.cached_property
-  def estimated_cycles(self) -> int | None:
-    """The TPU compiler's estimate of the operation's cycles; None where there is none, UNKNOWN_CYCLES if so written."""
-    cycles = nested(self.backend_config, 'window_config', 'estimated_cycles')
-    return None if cycles is None else int(cycles)
 
   def note(self, name: str) -> str:
     """Returns a note that a part of the compiler left for another one (a frontend attribute); '' if there is none."""

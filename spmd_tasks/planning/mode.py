@@ -1,6 +1,7 @@
 """--mode=plan: what a run will need and cost on named accelerators, without having them.
 
-The experiment's own steps are compiled for the target. The report goes to stdout, and with `--plan_out` as plan.json
+The experiment's own steps are compiled for the target; with `--no_compile`, and if the target's compiler is not
+installed, the train step is only traced. The report goes to stdout, and with `--plan_out` as plan.json
 and plan.html into a directory.
 """
 
@@ -14,7 +15,7 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import mesh_devices
-from spmd_tasks.planning.targets import Target
+from spmd_tasks.planning.targets import Target, has_compiler
 
 
 def run(command: Command) -> int:
@@ -29,10 +30,11 @@ def run(command: Command) -> int:
   set_activity('planning')
   flags = command.flags
   target: Target | None = None
+  compiles = True
 
   def start_devices(experiment: Experiment) -> None:
     # The experiment's inputs may ask JAX for its devices, so it starts before they are made: with those of the plan.
-    nonlocal target
+    nonlocal target, compiles
     text = flags.target or getattr(experiment, 'target', None)
     if text is None:
       raise UserError(
@@ -40,11 +42,12 @@ def run(command: Command) -> int:
         'h200:8 or cpu for fake devices.'
       )
     target = parse_target(text, num_cpu_devices=mesh_devices(experiment))
-    target.devices()
+    if compiles := not flags.no_compile and has_compiler(target.chip.platform):
+      target.devices()
 
   job = command.resolve(prepare=start_devices).build()
   assert target is not None
-  made = make_plan(job, target, steps=(flags.plan_steps or 'train').split(','))
+  made = make_plan(job, target, steps=(flags.plan_steps or 'train').split(','), compiles=compiles)
   if flags.plan_out:  # before it is printed: a reader may want only the beginning
     directory = absolute_path(flags.plan_out)
     with storage_errors(directory):

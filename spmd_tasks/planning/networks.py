@@ -1,11 +1,11 @@
-"""Says how long a transfer occupies its link: collectives on a torus, in a node or between slices; copies to the host.
+"""The networks of a target's devices: how long a collective over mesh axes occupies its links.
 
 What a dim of a torus gives to a group, in links of one direction that every device can use at once (`links_of_dim`):
 
     all 4 devices of a dim of 4 that closes to a ring    2      each sends both ways round
-    the same, where it does not close                    1      what lies beyond an end of a line comes through one link
+    the same, if it does not close                       1      what is beyond an end of a line comes through one link
     devices 0, 1 of 4                                    1      a line: the way round is the other group's as well
-    devices 0, 2 of 4 that close                         1      a ring that shares its links with that of devices 1, 3
+    devices 0, 2 of 4 that close                         1      a ring that shares its links with devices 1, 3
     devices 0, 2 of 8                                    1/2    a line that shares its links with devices 1, 3
 
 Gathers and reductions pass pieces on from neighbour to neighbour, along all dims at once. In an all-to-all every device
@@ -13,75 +13,82 @@ has a piece for every other: half of what a line's devices send crosses its midd
 
 Which dims close, and the costs on rings: Austin et al., How to Scale Your Model (2025),
 https://jax-ml.github.io/scaling-book/tpus and /sharding.
-
-Offloaded activations are copied between a device and the memory of its host. The scheduled program marks arrays of the
-host by the memory space 5. Layers' values are written there and read back slice by slice, by copies and by updates and
-slices of a stack, inside of fusions and of asynchronous computations.
 """
 
-from collections.abc import Iterator, Sequence
-import dataclasses
+from collections.abc import Collection, Sequence
 import itertools
 
-from jax.sharding import Mesh
 import numpy as np
 
-from spmd_tasks.planning.chips import Chip
-from spmd_tasks.planning.collectives import WRAPPER, Collective, end_of_pair, unwrapped_computations
-from spmd_tasks.planning.hlo import HOST_MEMORY, Instruction, Shape
-from spmd_tasks.planning.program import Program
-
-HOST_QUEUES = ('to the host', 'from the host')  # the link has a lane for each
-_READS = frozenset({'copy', 'copy-start', 'dynamic-slice', 'slice'})
+from spmd_tasks.planning.chips import Chip, rate_of
+from spmd_tasks.planning.targets import Place, Target
+from spmd_tasks.sharding import MeshSpec
 
 
-class Links:
-  """The networks of a mesh of chips.
+class Networks:
+  """The networks of a target's devices on a mesh, by mesh axes.
 
   On a torus a collective sends along every dim in which the devices of its group differ, at the same time as the other
   groups of the same form, which have the rest of these dims. In a node with a switch it has all of a chip's links.
   Between slices every chip has its share of the data-center network.
   """
 
-  def __init__(self, mesh: Mesh, chip: Chip):
-    self._chip = chip
-    self._coordinates = _coordinates(mesh)
-    self._links: dict[tuple[bool, tuple[int, ...]], float] = {}  # by whether it is an exchange, and the group
+  def __init__(self, target: Target, mesh_spec: MeshSpec):
+    self._chip, self._axis_names = target.chip, mesh_spec.axis_names
+    self._places = mesh_spec.arrange(target.places())
+    self._bandwidths: dict[tuple[str, tuple[str, ...]], float | None] = {}
+    self._sizes = [max(place.coords[dim] for place in self._places.flat) + 1 for dim in range(3)]
 
-  def seconds(self, collective: Collective) -> float:
-    """Returns how long one execution occupies its network; 0 if the chip's figures are not known."""
-    bandwidth = self.bandwidth(collective)
-    return collective.bytes_per_device / bandwidth if bandwidth else 0.0
+  def seconds(self, kind: str, axes: Sequence[str], num_bytes: float) -> float:
+    """Returns how long a collective occupies its network, by the bytes that one device sends."""
+    key = kind, tuple(axes)
+    if key not in self._bandwidths:
+      self._bandwidths[key] = self.bandwidth(*key)
+    bandwidth = self._bandwidths[key]
+    return num_bytes / bandwidth if bandwidth else 0.0
 
-  def bandwidth(self, collective: Collective) -> float | None:
-    """Returns the bytes/s that a device sends; None if the chip's figures are not known."""
-    chip = self._chip
-    if collective.network == 'dcn':
-      return chip.dcn_bandwidth
+  def crosses_slices(self, axes: tuple[str, ...]) -> bool:
+    """Returns whether a group of devices along these axes is in several slices, or nodes of GPUs."""
+    return len({place.slice_index for place in self._group(axes)}) > 1
+
+  def bandwidth(self, kind: str, axes: tuple[str, ...]) -> float | None:
+    """Returns the bytes/s that a device sends along mesh axes; None if the chip's figures are not known."""
+    chip, group = self._chip, self._group(axes)
+    if self.crosses_slices(axes):
+      return rate_of(chip, 'dcn').value if chip.torus_dims else chip.dcn_bandwidth
     if not chip.ici_bandwidth:
       return None
+    reached = chip.ici_bandwidth * rate_of(chip, 'ici').value
     if chip.torus_dims == 0:
-      return chip.ici_bandwidth * chip.ici_links
-    if collective.kind == 'collective_permute':
-      return chip.ici_bandwidth  # to one other device
-    is_exchange = collective.kind in ('all_to_all', 'ragged_all_to_all')
-    key = is_exchange, collective.group
-    if key not in self._links:
-      self._links[key] = self._links_of_group(is_exchange, collective.group)
-    return chip.ici_bandwidth * self._links[key]
+      return reached * chip.ici_links
+    if kind == 'collective_permute':
+      return reached
+    return reached * links_of_group(chip, self._sizes, {place.coords for place in group}, kind == 'all_to_all')
 
-  def _links_of_group(self, is_exchange: bool, group: Sequence[int]) -> float:
-    """Returns how many links, in one direction each, a device of the group can use at once; 1 without coordinates."""
-    if self._coordinates is None:
-      return 1.0
-    sizes = (self._coordinates.max(axis=0) + 1).tolist()
-    places = [sorted(set(dim)) for dim in self._coordinates[list(group)].T.tolist()]
-    dims = [(dim, size, is_ring(self._chip, size)) for dim, size in zip(places, sizes, strict=True) if len(dim) > 1]
-    if not dims:
-      return 1.0
-    if not is_exchange:
-      return sum(links_of_dim(*dim) for dim in dims)
-    return min(exchange_links(*dim) for dim in dims) * (len(group) - 1) / len(group)  # what stays is not sent
+  def _group(self, axes: tuple[str, ...]) -> list[Place]:
+    """Returns the devices of the group that the first device is in."""
+    index = tuple(slice(None) if name in axes else 0 for name in self._axis_names)
+    return list(np.atleast_1d(self._places[index]).flat)
+
+
+def links_of_group(
+  chip: Chip, sizes: Sequence[int], group: Collection[tuple[int, ...]], is_exchange: bool = False
+) -> float:
+  """Returns how many links, in one direction each, a device of a group can use at once.
+
+  Args:
+    chip: whose slice is a torus.
+    sizes: of the torus's dims.
+    group: coordinates of the group's chips; the slice's other chips are in groups of the same form.
+    is_exchange: whether it is an all-to-all: the rate counts what is sent, not the piece that stays.
+  """
+  places = [sorted(set(at)) for at in zip(*group)]
+  dims = [(at, size, is_ring(chip, size)) for at, size in zip(places, sizes) if len(at) > 1]
+  if not dims:  # the cores of a chip
+    return chip.ici_links
+  if not is_exchange:
+    return sum(links_of_dim(*dim) for dim in dims)
+  return min(exchange_links(*dim) for dim in dims) * (len(group) - 1) / len(group)
 
 
 def is_ring(chip: Chip, size: int) -> bool:
@@ -121,75 +128,3 @@ def exchange_links(places: Sequence[int], size: int, is_ring: bool) -> float:
 def _groups_over_a_link(places: Sequence[int]) -> int:
   """Returns how many groups of this form lie across one link: as many as the widest gap is long."""
   return max(after - before for before, after in itertools.pairwise(places))
-
-
-def _coordinates(mesh: Mesh) -> np.ndarray | None:
-  """Returns [devices in the mesh's order, dims of the torus]; None where the devices have no coordinates."""
-  found = [getattr(device, 'coords', None) for device in mesh.devices.flat]
-  return None if any(coordinates is None for coordinates in found) else np.array(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-  """A collective, or a copy to the host or from there, which takes `seconds` each of the `count` times in a step.
-
-  The program starts it at `start` and waits for it at `end`; where there is none, `start` does both. Those of a `queue`
-  share a link: a network, or one direction to the host.
-  """
-
-  start: Instruction
-  end: Instruction | None
-  op_name: str
-  queue: str
-  count: float
-  bytes_per_step: float
-  seconds: float
-
-  @property
-  def basis(self) -> str:
-    """What the program waits for: 'ici', 'dcn' or 'host'."""
-    return 'host' if self.queue in HOST_QUEUES else self.queue
-
-
-def transfers(program: Program, collectives: Sequence[Collective], mesh: Mesh, chip: Chip) -> Iterator[Transfer]:
-  """Yields the collectives, which are those of the program, and its copies to the host and back."""
-  links = Links(mesh, chip)
-  for each in collectives:
-    numbers = each.count, each.bytes_per_step, links.seconds(each)
-    yield Transfer(each.start, each.end, each.op_name, each.network, *numbers)
-  for computation, count in unwrapped_computations(program):
-    for start in computation.instructions:
-      for moved in _moved_by(start):
-        end = end_of_pair(computation, start) if start.opcode.endswith('-start') else None
-        seconds = abs(moved) / chip.host_bandwidth if chip.host_bandwidth else 0.0
-        yield Transfer(start, end, start.op_name, HOST_QUEUES[moved < 0], count, count * abs(moved), seconds)
-
-
-def _moved_by(instruction: Instruction) -> Iterator[int]:
-  """Yields `_moved` of an instruction, or of those in its fusion or asynchronous computation, without zeros."""
-  if moved := _moved(instruction):
-    yield moved
-  if instruction.opcode in ('fusion', WRAPPER):
-    for each in instruction.called[0].instructions:
-      yield from _moved_by(each)
-
-
-def _moved(instruction: Instruction) -> int:
-  """The bytes that an instruction writes to the host, negative if it reads them from there."""
-  shapes = [operand.shape for operand in instruction.operands]
-  if instruction.opcode == 'dynamic-update-slice':
-    return shapes[1].stored_bytes if _is_on_host(shapes[0]) and not _is_on_host(shapes[1]) else 0
-  if instruction.opcode not in _READS:
-    return 0
-  result = _first_array(instruction.shape)  # a start has its operand and its handle after it
-  if _is_on_host(shapes[0]) == _is_on_host(result):
-    return 0
-  return result.stored_bytes if _is_on_host(result) else -result.stored_bytes
-
-
-def _first_array(shape: Shape) -> Shape:
-  return next(shape.leaves(), shape)
-
-
-def _is_on_host(shape: Shape) -> bool:
-  return _first_array(shape).memory_space == HOST_MEMORY

@@ -25,11 +25,15 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
+from spmd_tasks.planning.estimate import estimate_step
 from spmd_tasks.planning.memory import compiler_bytes, memory_parts
+from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.program import Program, read_program
+from spmd_tasks.planning.roofline import Term, at_least, roofline_terms, time_of_step
 from spmd_tasks.planning.targets import Target, target_of
-from spmd_tasks.planning.time import predict_time
+from spmd_tasks.planning.traced_step import trace_step
 from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
 from spmd_tasks.runtime.tpu_options import invalid_option_error
@@ -44,13 +48,15 @@ _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.d
 Json = dict[str, Any]
 
 
-def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',)) -> Json:
-  """Partitions a job over a target and compiles its steps there.
+def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), compiles: bool = True) -> Json:
+  """Plans a job's steps on a target.
 
   Args:
     job: the built experiment.
     target: the chips; their number must be that of the mesh.
     steps: names in STEPS, without repetition.
+    compiles: whether the steps are compiled for the target, which gives the compiler's memory and collectives. Else the
+      train step is only traced (estimate.py).
 
   Returns:
     plan.json, whose keys docs/planning.md lists.
@@ -63,34 +69,41 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',)) ->
   if not steps or len(set(steps)) < len(steps):
     raise UserError(f'--plan_steps {",".join(steps)!r} must name each step once: choose from {", ".join(STEPS)}.')
   check_num_devices(job.experiment, target)
-  mesh = job.experiment.mesh_spec().build(target.devices())
+  if not compiles and list(steps) != ['train']:
+    raise UserError(
+      f'--no_compile estimates the train step, not {", ".join(steps)}: compile these, without --no_compile.'
+    )
+  mesh_spec = job.experiment.mesh_spec()
+  mesh = mesh_spec.build(target.devices()) if compiles else target.abstract_mesh(mesh_spec)
   model = partition_job(job, mesh)
   num_tokens = max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
   model_flops = model_flops_per_train_step(
     job.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
   )
   planned = {}
-  dcn_shape = job.experiment.dcn_mesh_shape
   for step in steps:
+    of_train = {'num_tokens': num_tokens, 'model_flops': model_flops} if step == 'train' else {}
+    if not compiles:
+      planned[step] = estimate_step(job, model, target, **of_train)
+      continue
     compiled, seconds = compile_step(job, model, step, target)
     if isinstance(compiled, OutOfMemory):
       planned[step] = _refused(compiled, step, model) | seconds
       continue
     program = read_program(compiled)
     parts = memory_parts(compiled.memory_analysis(), program, model)
-    tokens, flops = (num_tokens, model_flops) if step == 'train' else (None, None)
-    num_slices = math.prod(dcn_shape or (1,))  # of the mesh, as fake devices do not know their slice
-    planned[step] = _read_compiled(compiled, program, target, mesh, parts, tokens, flops, num_slices) | seconds
-    if step == 'train' and model.tpu_options and target.chip.platform == 'tpu':
-      of_experiment = ', '.join(f'{name}={value}' for name, value in model.tpu_options.items())
-      planned[step]['assumptions'].append(f'The step is compiled with tpu_options of the experiment: {of_experiment}.')
+    slice_size = target.num_devices // math.prod(job.experiment.dcn_mesh_shape or (1,))
+    planned[step] = _read_compiled(compiled, program, target, mesh, parts, slice_size) | seconds
+    terms = _terms(job, model, step, target, planned[step])
+    planned[step] |= time_of_step(terms, target.chip, target.num_devices, **of_train)
+  dcn_shape = job.experiment.dcn_mesh_shape
   fits = [step['fits'] for step in planned.values()]
   return {
     'experiment': job.name,
     'target': target.name,
     'num_devices': target.num_devices,
     'num_slices': target.num_slices,
-    'compiler': target.chip.platform,
+    'compiler': target.chip.platform if compiles else None,
     'chip': target.chip.name,
     'chip_figures': dataclasses.asdict(dataclasses.replace(target.chip, gpu_target_config='')),
     'mesh': dict(mesh.shape),
@@ -105,25 +118,46 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',)) ->
     'weights': weight_rows(model),
     'pipeline': pipeline_report(job, model),
     'notes': _notes(target, max(step['peak_bytes'] for step in planned.values())),
-    'versions': _versions(target),
+    'assumptions': _assumptions(target, model, compiles),
+    'versions': _versions(target) if compiles else {'jax': jax.__version__},
   }
 
 
-def plan_compiled(
-  compiled: Any,
-  target: Target,
-  *,
-  mesh: Mesh | None = None,
-  num_tokens: int | None = None,
-  model_flops: float | None = None,
-) -> Json:
-  """Reads what any compiled program needs and costs, whoever wrote it.
+def _terms(job: Job, model: PartitionedModel, step: str, target: Target, compiled: Json) -> list[Term]:
+  """Returns the terms of a compiled step's time: its own collectives, and the operations of its jaxpr."""
+  if target.chip.peak_flops is None:
+    return []
+  networks = Networks(target, job.experiment.mesh_spec())
+  collectives = [
+    (each['kind'], tuple(each['axes']), each['count'] * each['bytes_per_device']) for each in compiled['collectives']
+  ]
+  if step in ('prefill', 'decode'):
+    return at_least(compiled['argument_bytes'], collectives, target.chip, networks)
+  traced = model.train_step if step == 'train' else _eval_step(job, model)
+  return roofline_terms(trace_step(model, traced), target.chip, networks, collectives)
+
+
+def _assumptions(target: Target, model: PartitionedModel, compiles: bool) -> list[str]:
+  """Returns what a plan rests on, a sentence each."""
+  chip = target.chip
+  lines = []
+  if not compiles:
+    lines.append('Nothing was compiled: memory and collectives are derived from the traced step.')
+  if chip.peak_flops is None:
+    lines.append(f'No published figures of {chip.name} are used: there is no time.')
+  elif model.tpu_options and chip.platform == 'tpu' and compiles:
+    options = ', '.join(f'{name}={value}' for name, value in model.tpu_options.items())
+    lines.append(f'The train step is compiled with tpu_options of the experiment: {options}.')
+  return lines
+
+
+def plan_compiled(compiled: Any, target: Target, *, mesh: Mesh | None = None) -> Json:
+  """Reads what memory any compiled program needs and what it communicates, whoever wrote it.
 
   Args:
     compiled: jax.stages.Compiled, compiled for `target.devices()`.
     target: the chips.
     mesh: of the program; default: that of its first argument.
-    num_tokens, model_flops: of one execution on all devices together, for tokens/s and MFU.
 
   Returns:
     the keys of plan.json that a step has, without those that need the model: bytes are one device's.
@@ -141,24 +175,13 @@ def plan_compiled(
     raise UserError(f'the program was compiled for {kind!r}, not for {target.name}: give the target of its devices.')
   analysis = compiled.memory_analysis()
   parts = {'peak_bytes': compiler_bytes(analysis)}
-  return _read_compiled(compiled, read_program(compiled), target, mesh, parts, num_tokens, model_flops)
+  return _read_compiled(compiled, read_program(compiled), target, mesh, parts, target.num_devices)
 
 
-def _read_compiled(
-  compiled: Any,
-  program: Program,
-  target: Target,
-  mesh: Mesh,
-  parts: Json,
-  num_tokens: int | None,
-  model_flops: float | None,
-  num_slices: int = 1,
-) -> Json:
+def _read_compiled(compiled: Any, program: Program, target: Target, mesh: Mesh, parts: Json, slice_size: int) -> Json:
   analysis, hbm_bytes = compiled.memory_analysis(), target.chip.hbm_bytes
-  slice_size = target.num_devices // num_slices
   slice_of = slice_of_device if target.chip.platform != 'cpu' else lambda device: device.id // slice_size
   found = collectives(program, mesh, slice_of)
-  time = predict_time(program, found, target.chip, mesh, model_flops=model_flops, num_tokens=num_tokens)
   names = [field.name for field in dataclasses.fields(Collective) if field.name not in ('group', 'start', 'end')]
   is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return {
@@ -169,10 +192,7 @@ def _read_compiled(
     'program_bytes': analysis.generated_code_size_in_bytes,
     'out_of_memory': None,
     **parts,
-    # Loop bodies count once; a GPU's compiler does not say.
-    'compiler_flops': (compiled.cost_analysis() or {}).get('flops'),
     'collectives': [{name: getattr(each, name) for name in names} for each in found],
-    **time,
   }
 
 
@@ -188,7 +208,6 @@ def _refused(refused: 'OutOfMemory', step: str, model: PartitionedModel) -> Json
     }
   arguments = sum(held.values())
   temporaries = max(0, refused.needed_bytes - (0 if refused.is_temporaries else arguments))
-  unknown = ('compiler_flops', 'predicted_step_s', 'predicted_step_low_s', 'predicted_step_high_s', 'predicted_mfu')
   return {
     'fits': False,
     'hbm_bytes': refused.available_bytes,
@@ -201,9 +220,9 @@ def _refused(refused: 'OutOfMemory', step: str, model: PartitionedModel) -> Json
       'message': refused.message.splitlines()[0],
     },
     'memory': held | {'temporaries': temporaries},
-    **{name: [] for name in ('largest', 'collectives', 'top_operations', 'assumptions')},
-    **dict.fromkeys((*unknown, 'tokens_per_s_per_chip', 'hidden_s', 'roofline')),
-    'time_by_kind': {},
+    **{name: [] for name in ('largest', 'collectives', 'terms')},
+    **dict.fromkeys(('predicted_step_s', 'predicted_mfu', 'tokens_per_s_per_chip')),
+    'shares': {},
   }
 
 
@@ -437,10 +456,13 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
   if step == 'train':
     return model.train_step.lower()
   if step == 'eval':
-    inputs = next(iter(job.eval_inputs.values()), job.train_input)
-    return model.eval_step(inputs.element_spec()).lower()
+    return _eval_step(job, model).lower()
   steps = DecodeSteps(model)
   return {'prefill': steps.prefill, 'decode': steps.step}[step].lower()
+
+
+def _eval_step(job: Job, model: PartitionedModel) -> CompiledStep:
+  return model.eval_step(next(iter(job.eval_inputs.values()), job.train_input).element_spec())
 
 
 def read_refusal(message: str) -> OutOfMemory | None:

@@ -15,22 +15,8 @@ import jinja2
 
 Json = Mapping[str, Any]
 _COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
-_KINDS = {
-  'cycles': 'cycles that the compiler estimates',
-  'roofline': 'operations at their roofline',
-  'kernel': 'hand-written kernels',
-  'ici': 'waiting for ICI',
-  'dcn': 'waiting for DCN',
-  'host': 'waiting for copies to and from the host',
-}
-_ALONE = {
-  'compute': ('matrix products', 'flops', 'FLOP'),
-  'hbm': ('HBM', 'hbm_bytes', 'B'),
-  'ici': ('ICI', 'ici_bytes', 'B'),
-  'dcn': ('DCN', 'dcn_bytes', 'B'),
-  'host': ('memory of the host', 'host_bytes', 'B'),
-}
 _MAX_NAME = 80
+TIME_COLUMNS = ('term', 'seconds', 'share', 'work', 'rate', 'basis of the rate')
 WEIGHT_COLUMNS = ('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')
 _SHORTER = (
   (re.compile(r'^jit\(\w+\)/'), ''),
@@ -53,12 +39,11 @@ def format_plan(plan: Json) -> str:
   ]
   for name, planned in plan['steps'].items():
     step = _step(planned)
-    memory = [*step['memory'], ('the compiler says', size(step['peak']), '')]
+    memory = [*step['memory'], (_whose(plan), size(step['peak']), '')]
     lines += _section(f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device', memory)
     lines += _section('largest at the peak', step['largest'][:8])
     lines += _section('collectives, sent by one device in a step', step['collectives'], 12)
-    lines += _section('operations that take longest', step['operations'])
-    lines += _section('time of a step', step['time'])
+    lines += _section('time of a step', [TIME_COLUMNS, *step['time']] if step['time'] else [])
   weights = [WEIGHT_COLUMNS, *map(_weight, plan['weights'])]
   lines += _section('weights, the largest on a device first', weights, 13)
   if pipeline:
@@ -66,7 +51,8 @@ def format_plan(plan: Json) -> str:
   lines += _section('assumed', [(line,) for line in plan['assumptions']])
   seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
   versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
-  return '\n'.join([*lines, '', f'compiled in {seconds:.0f} s by {versions}', ''])
+  how = 'compiled' if plan['compiler'] else 'estimated'
+  return '\n'.join([*lines, '', f'{how} in {seconds:.0f} s by {versions}', ''])
 
 
 def plan_page(plan: Json) -> str:
@@ -88,8 +74,19 @@ def plan_page(plan: Json) -> str:
     weight_columns=WEIGHT_COLUMNS,
     weights=[_weight(row) for row in plan['weights']],
     pipeline=plan['pipeline'] and _pipeline(plan['pipeline']),
-    compiler=_COMPILERS[plan['compiler']],
+    time_columns=TIME_COLUMNS,
+    whose=_whose(plan),
+    made=f'Compiled by {_COMPILERS[plan["compiler"]]}' if plan['compiler'] else 'Estimated from the traced step',
   )
+
+
+def _whose(plan: Json) -> str:
+  return 'the compiler says' if plan['compiler'] else 'together'
+
+
+def _limit(terms: Sequence[Json]) -> str:
+  """Returns the name of the term that takes longest."""
+  return terms[0]['name'] if terms else 'nothing'
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
@@ -128,13 +125,10 @@ def _verdict(plan: Json) -> dict[str, str]:
 def _figures(plan: Json) -> list[tuple[str, str, str]]:
   """Returns the main figures of the first step: label, value, note."""
   rows = []
-  is_estimated = 'cycles' in plan['time_by_kind']  # else every operation takes its roofline
   if plan['predicted_step_s'] is not None:
-    span = f'{duration(plan["predicted_step_low_s"])} to {duration(plan["predicted_step_high_s"])}'
-    rows.append(('predicted step' if is_estimated else 'step at best', duration(plan['predicted_step_s']), span))
+    rows.append(('predicted step', duration(plan['predicted_step_s']), f'{_limit(plan["terms"])} limit it'))
   if plan['predicted_mfu'] is not None:
-    label = 'predicted MFU' if is_estimated else 'MFU at best'
-    rows.append((label, percent(plan['predicted_mfu']), 'of the bfloat16 peak'))
+    rows.append(('predicted MFU', percent(plan['predicted_mfu']), 'of the bfloat16 peak'))
   if plan['tokens_per_s_per_chip'] is not None:
     rows.append(('tokens per second', f'{plan["tokens_per_s_per_chip"]:,.0f}', 'per device'))
   if plan['pipeline']:
@@ -145,21 +139,24 @@ def _figures(plan: Json) -> list[tuple[str, str, str]]:
 
 def _step(step: Json) -> dict[str, Any]:
   """Returns the rows of one step's tables, and the colours of its memory."""
-  peak, seconds, roofline = step['peak_bytes'] or 1, step['predicted_step_s'], step['roofline'] or {}
+  peak, seconds = step['peak_bytes'] or 1, step['predicted_step_s']
   held = {name: part for name, part in step['memory'].items() if part}
   rest = peak - sum(held.values())
   held |= {'not attributed': rest} if rest > 0.005 * peak else {}
   limit = step['hbm_bytes']
   full = max(sum(held.values()), limit or 0)
-  time: list[tuple[str, ...]] = []
-  if seconds:
-    time = [(_KINDS[kind], duration(spent), percent(spent / seconds)) for kind, spent in step['time_by_kind'].items()]
-    time += [('collectives behind other work', duration(step['hidden_s']), '')] if step['hidden_s'] else []
-    time += [
-      (f'{name} alone, at its peak', duration(roofline[f'{key}_s']), quantity(roofline[amount], unit))
-      for key, (name, amount, unit) in _ALONE.items()
-      if roofline[f'{key}_s']
-    ]
+  time = [
+    (
+      term['name'],
+      duration(term['seconds']),
+      percent(term['seconds'] / seconds),
+      quantity(term['work'], term['unit']),
+      quantity(term['rate'], f'{term["unit"]}/s'),
+      ': '.join(filter(None, (term['basis'], term['source']))),
+    )
+    for term in step['terms']
+    if seconds
+  ]
   return {
     'fits': step['fits'],
     'peak': peak,
@@ -172,10 +169,6 @@ def _step(step: Json) -> dict[str, Any]:
     ],
     'collectives': _collectives(step['collectives']),
     'time': time,
-    'operations': [
-      (duration(each['seconds']), percent(each['share']), f'{each["count"]:,} x', _layer(each))
-      for each in step['top_operations']
-    ],
   }
 
 

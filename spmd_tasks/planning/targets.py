@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -20,10 +21,12 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractMesh
 
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip
+from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.mesh_shapes import factorizations
 
 MAX_FAKE_DEVICES = 2048
@@ -48,6 +51,26 @@ _NO_UNROLLING = 'xla_sc_disable_mlo_loop_unroll'
 _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}  # it asks the driver for its version
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedDevice(jax.sharding.AbstractDevice):
+  """What tracing asks of a device that is not there."""
+
+  compute_capability: str = ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+  """Where a device of a target is: its slice, and its chip's coordinates in the torus; on GPUs there are none."""
+
+  id: int
+  platform: str
+  device_kind: str
+  slice_index: int
+  coords: tuple[int, ...]
+  core_on_chip: int = 0
+  process_index: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
   """Some slices (GPU: nodes) of one kind of chip.
@@ -68,6 +91,37 @@ class Target:
   def num_devices(self) -> int:
     """All devices of JAX together: chips, or their cores."""
     return self.num_slices * math.prod(self.slice_shape) * self.chip.cores
+
+  def abstract_mesh(self, mesh_spec: MeshSpec) -> AbstractMesh:
+    """Returns the mesh without devices, which knows the kind of chip: steps traced on it have the chip's kernels."""
+    mesh = mesh_spec.build_abstract()
+    capability = re.search(r'major: (\d+)', self.chip.gpu_target_config)
+    device = PlannedDevice(
+      device_kind=self.chip.device_kind or 'cpu',
+      num_cores=1,
+      platform=self.chip.platform,
+      compute_capability=f'{capability[1]}.0' if capability else '',
+    )
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+
+  def places(self) -> list[Place]:
+    """Returns where each device is, for `MeshSpec.arrange`."""
+    sizes = [*self.slice_shape, *[1] * (3 - len(self.slice_shape))] if self.chip.torus_dims else [1, 1, 1]
+    count = 1 if self.chip.torus_dims else math.prod(self.slice_shape)
+    chips = [(z, y, x) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
+    found = itertools.product(range(self.num_slices), chips, range(count), range(self.chip.cores))
+    return [
+      Place(
+        id=i,
+        platform=self.chip.platform,
+        device_kind=self.chip.device_kind,
+        slice_index=slice_index,
+        process_index=slice_index,
+        coords=(x, y, z),
+        core_on_chip=core,
+      )
+      for i, (slice_index, (z, y, x), _, core) in enumerate(found)
+    ]
 
   def devices(self) -> list[jax.Device]:
     """Returns the devices: compile-only ones, or fake CPU devices.

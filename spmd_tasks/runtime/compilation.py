@@ -62,6 +62,10 @@ class CompiledStep:
     """Returns the lowered program (jax.stages.Lowered), for inspection and planning."""
     return self._jitted.lower(*self._abstract_arguments)
 
+  def make_jaxpr(self) -> tuple[Any, tuple[Any, ...]]:
+    """Returns (the step's ClosedJaxpr, its abstract arguments with their shardings), for any mesh."""
+    return self._jitted.trace(*self._abstract_arguments).jaxpr, self._abstract_arguments
+
   def start_compiling(self) -> None:
     """Lowers the program, and compiles it in a thread that `compile` waits for. Later calls do nothing.
 

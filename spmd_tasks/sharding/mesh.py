@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 import glob
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -86,11 +86,7 @@ class MeshSpec:
     """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
     devices = list(jax.devices() if devices is None else devices)
     try:
-      ici, dcn = self._shapes(len(devices))
-      if self.dcn_mesh_shape is None and devices[0].platform == 'cpu':  # CPU devices are equally near
-        array = np.asarray(devices, dtype=object).reshape(ici)
-      else:
-        array = device_array(ici, dcn, devices)
+      array = self.arrange(devices)
     except UserError as error:
       is_fake = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]  # set by --num_fake_devices
       if is_fake or devices[0].platform != 'cpu' or not glob.glob('/dev/nvidia[0-9]*'):
@@ -99,6 +95,13 @@ class MeshSpec:
         f"{error} JAX has found no GPU though this machine has one: pip install 'jax[cuda13]'."
       ) from error
     return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
+
+  def arrange(self, devices: Sequence[Any]) -> np.ndarray:
+    """Returns the devices, or what stands for them, as an array of the mesh's sizes: neighbours near each other."""
+    ici, dcn = self._shapes(len(devices))
+    if self.dcn_mesh_shape is None and devices[0].platform == 'cpu':  # CPU devices are equally near
+      return np.asarray(devices, dtype=object).reshape(ici)
+    return device_array(ici, dcn, devices)
 
   def build_abstract(self) -> AbstractMesh:
     """Returns a mesh without devices, for planning on another machine. Raises a UserError if an ICI size is -1."""

@@ -11,7 +11,6 @@ from spmd_tasks.config import resolve
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.experiments.synthetic import Tiny
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.planning.costs import flops_by_type
 from spmd_tasks.planning.hlo import read_module
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
@@ -75,8 +74,3 @@ def program_of(text: str) -> Program:
   text = re.sub(r' \(.*\) -> .* \{$', ' {', text, flags=re.MULTILINE)  # signatures, which the parser compares
   head, line, rest = text.partition('\n')
   return Program(read_module(_hlo.hlo_module_from_text(f'{head}{line}\n{ADD}{rest}').as_serialized_hlo_module_proto()))
-
-
-def program_flops(program: Program) -> float:
-  """Returns the FLOPs of one device in one execution of a program, loops counted."""
-  return sum(count * sum(flops_by_type(instruction).values()) for instruction, count in program.steps())

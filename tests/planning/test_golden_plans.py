@@ -23,7 +23,7 @@ IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 MIN_POD = 32
 # The compiler gives the same program every time; the tolerances are for small changes that nobody needs to review.
 TOLERANCES = {
-  **dict.fromkeys(('hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes'), 0.01),
+  **dict.fromkeys(('hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'estimated_peak_bytes'), 0.01),
   **dict.fromkeys(('flops', 'network_bytes'), 0.01),
   'predicted_step_s': 0.03,
 }
@@ -54,10 +54,10 @@ def golden_of(plan: dict) -> dict[str, object]:
   for each in plan['collectives']:
     key = f'{each["kind"]} {" x ".join(each["axes"])} {each["network"]}'
     network[key] = network.get(key, 0) + each['count'] * each['bytes_per_device']
-  made_here = ('network_bytes', 'flops')
+  made_here = ('network_bytes', 'flops', 'estimated_peak_bytes')
   kept = ('experiment', 'target', 'fits', *(name for name in TOLERANCES if name not in made_here))
   return {name: plan[name] for name in kept} | {
-    'flops': plan['roofline'] and plan['roofline']['flops'],
+    'flops': sum(term['work'] for term in plan['terms'] if term['unit'] == 'FLOP'),
     'network_bytes': network,
     'versions': plan['versions'],
   }
@@ -74,6 +74,21 @@ def differences(golden: dict, made: dict) -> list[str]:
         change = f' ({new / old - 1:+.1%})' if old else ''
         lines.append(f'{name} {key}: {old:,} -> {new:,}{change}')
   return lines
+
+
+# Estimates of memory without a compiler are within 10% of the compiler's for dense models, 15% with experts, but for
+# these: on v6e the compiler's figure counts gaps between temporaries; the others are small models and whole experts.
+MEMORY_ERRORS = {'lm.Llama70BOnV6e': 0.38, 'moe.Mixtral8x7BOnH200': 0.18, 'lm.Dense1BOnH200': 0.12, 'lm.Dense1B': 0.11}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name', [path.stem for path in sorted(GOLDEN.glob('*.json')) if path.stem != SMALL[0]])
+def test_memory_is_estimated_near_the_compilers(name):
+  golden = json.loads((GOLDEN / f'{name}.json').read_text(encoding='utf-8'))
+  plan = make_plan(resolve(name, ()).build(), parse_target(golden['target']), compiles=False)
+  assert plan['peak_bytes'] == pytest.approx(golden['estimated_peak_bytes'], rel=0.01)
+  allowed = MEMORY_ERRORS.get(name, 0.15 if name.startswith('moe.') else 0.1)
+  assert plan['peak_bytes'] == pytest.approx(golden['peak_bytes'], rel=allowed)
 
 
 @pytest.mark.timeout(1800)
@@ -94,6 +109,7 @@ def test_the_plan_is_what_its_golden_file_says(name, target):
     if golden['versions'].get(package) != version:
       pytest.skip(f'{path.name} was made by {package} {golden["versions"].get(package)}, here is {version}')
   made = golden_of(make_plan(job, parse_target(text)))
+  made['estimated_peak_bytes'] = make_plan(job, parse_target(text), compiles=False)['peak_bytes']
   if IS_UPDATING:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + '\n', encoding='utf-8')

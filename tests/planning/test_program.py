@@ -1,4 +1,4 @@
-"""Compiled programs: shapes, loops, how often things run, and products in every form."""
+"""Compiled programs: shapes, loops, and how often things run."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,7 @@ import pytest
 
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
 from spmd_tasks.planning.program import read_program
-from spmd_tasks.runtime.flops import count_matmul_flops
-from tests.planning.compiled_steps import program_flops, program_of
+from tests.planning.compiled_steps import program_of
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,12 @@ def test_a_program_with_a_loop():
   assert {each.name: times for each, times in program.executions.items()} == {'main': 1, 'body': 5, 'condition': 6}
   by_name = {each.name: each for each in module.home}
   fusion, kernel = by_name['f'], by_name['kernel']
-  assert (fusion.op_name, fusion.estimated_cycles) == ('jit(f)/while/dot "x"', 1234)
+  assert fusion.op_name == 'jit(f)/while/dot "x"'
   assert (kernel.target, [each.name for each in kernel.operands], kernel.op_name) == (
     'tpu_custom_call',
     ['result'],
     'kernel',
   )
-  assert program_flops(program) == 5 * 2 * 8 * 8 * 8
 
 
 @pytest.mark.parametrize(
@@ -119,9 +117,8 @@ def layers(x, stack, is_odd):
   return jax.lax.scan(layer, x, stack)[0].sum()
 
 
-def test_flops_of_what_xla_compiled_are_those_of_the_jaxpr():
+def test_trip_counts_of_what_xla_compiled():
   arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((16, 8), 'f4'), ((5, 8, 8), 'f4'), ((), '?'))]
   program = read_program(jax.jit(layers).lower(*arguments).compile())
   assert program.unknown_loops == ()
-  assert program_flops(program) == count_matmul_flops(layers, *arguments) == 5 * (3 + 2) * 2 * 16 * 8 * 8
   assert {5, 3} <= set(program.trip_counts.values())

@@ -1,4 +1,4 @@
-"""Predictions of published recipes: architectures against published sizes, FLOPs against the authors' own count."""
+"""Predictions of published recipes: architectures against published sizes, and rows against `--mode plan`."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,22 @@ import sys
 
 import pytest
 
+from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
+from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / 'scripts'))
 
-from published import Recipe, compare_rows, find_model, model_flops, predict_recipe  # noqa: E402
+from published import (  # noqa: E402
+  Recipe,
+  compare_rows,
+  experiment_of,
+  find_model,
+  find_recipe,
+  predict_recipe,
+)
 
 ROW = {
   'name': 'a', 'chip': 'tpu7x', 'num_chips': 64, 'num_slices': 1, 'model': 'llama3.1-70b', 'global_batch': 256,
@@ -34,74 +43,44 @@ def test_models_have_their_published_sizes(name, billions):
   assert find_model(name).num_params() / 1e9 == pytest.approx(billions, rel=0.006)
 
 
-@pytest.mark.parametrize(
-  'name, num_chips, batch, seq_len, step_s, tflops',  # of Ironwood, where MaxText counts causal scores by half
-  [
-    ('llama3.1-70b', 64, 256, 8192, 12.2, 1207.05), ('llama3.1-405b', 256, 1536, 8192, 98.34, 1261.4),
-    ('llama3.1-70b', 256, 64, 131072, 34.02, 897.94), ('qwen3-235b-a22b', 256, 8192, 4096, 30.87, 629.79),
-    ('deepseek-v3', 256, 4096, 4096, 26.79, 612.66),
-  ],
-)  # fmt: skip
-def test_model_flops_are_the_authors_count(name, num_chips, batch, seq_len, step_s, tflops):
-  ours = model_flops(find_model(name), batch * seq_len, seq_len)
-  assert ours / num_chips / 1e12 == pytest.approx(step_s * tflops, rel=0.015)
+SMALL = ROW | {'model': 'llama3.1-8b', 'chip': 'v6e', 'num_chips': 16, 'global_batch': 48, 'step_s': 3.393}
 
 
-def test_the_time_is_the_sum_of_its_operations_and_says_what_it_rests_on():
-  [row] = compare_rows([ROW])['rows']
-  assert row['fits']
+def test_a_row_is_what_mode_plan_says_of_the_recipe():
+  [row] = compare_rows([SMALL])['rows']
   assert not row['recipe']['is_guess']
+  assert row['fits']
+  recipe = find_recipe('llama3.1-8b', 'v6e', 16, 8192, 'bf16')
+  sizes = {'num_devices': 16, 'num_slices': 1, 'batch': 48, 'seq_len': 8192, 'precision': 'bf16'}
+  experiment = experiment_of(find_model('llama3.1-8b'), recipe, **sizes)
+  plan = make_plan(resolve(experiment).build(), parse_target('v6e:4x4'), compiles=False)
+  assert plan['predicted_step_s'] == row['predicted_s']
+  assert plan['peak_bytes'] == row['memory_bytes']
   assert sum(row['seconds'].values()) == pytest.approx(row['predicted_s'])
   assert sum(row['share'].values()) == pytest.approx(1)
   assert row['mfu'] / row['measured_mfu'] == pytest.approx(1 / row['ratio'])
-  assert row['predicted_s'] > row['model_flops'] / (64 * 2307e12)
 
 
-def _seconds(recipe, **settings):
-  given = {'num_chips': 64, 'num_slices': 1, 'num_tokens': 256 * 8192, 'seq_len': 8192} | settings
-  return predict_recipe(find_model('llama3.1-70b'), recipe, CHIPS['tpu7x'], **given)
-
-
+@pytest.mark.exhaustive
 def test_what_is_kept_costs_memory_and_what_is_not_costs_time():
-  all_kept, none = _seconds(Recipe(save='q k v context out wi wo')), _seconds(Recipe())
+  def planned(**words):
+    sizes = {'num_chips': 64, 'num_slices': 1, 'batch': 256, 'seq_len': 8192}
+    return predict_recipe(find_model('llama3.1-70b'), Recipe(**words), CHIPS['tpu7x'], **sizes)
+
+  all_kept, none = planned(save='q k v context out wi wo'), planned()
   assert all_kept['predicted_s'] < none['predicted_s']
   assert all_kept['memory_bytes'] > none['memory_bytes']
-  products = [each['seconds']['products'] for each in (none, all_kept)]
   weights = find_model('llama3.1-70b').weights
   again = sum(weights.values()) - weights['wo']
-  assert products[0] / products[1] == pytest.approx(1 + again / (3 * sum(weights.values())))
-  assert none['seconds']['attention'] / all_kept['seconds']['attention'] == pytest.approx(4.5 / 3.5)
+  products = [each['seconds']['products'] for each in (none, all_kept)]
+  assert products[0] / products[1] == pytest.approx(1 + again / (3 * sum(weights.values())), rel=0.01)
+  assert none['seconds']['attention'] / all_kept['seconds']['attention'] == pytest.approx(4.5 / 3.5, rel=0.01)
+  assert planned(offload='input q k v context out wi')['memory_bytes'] < none['memory_bytes']
 
 
-def test_a_copy_to_the_host_that_is_too_long_is_waited_for():
-  # Keys and values of 4 GB a layer: 3.4 s at 100 GB/s, more than a quarter of the step.
-  recipe = Recipe(offload='input q k v context out wi')
-  made = _seconds(recipe)
-  assert made['seconds']['host'] > 0
-  assert made['memory_bytes'] < _seconds(Recipe())['memory_bytes']
-
-
-def test_slices_and_precisions():
-  one, two = _seconds(Recipe()), _seconds(Recipe(), num_chips=128, num_slices=2, num_tokens=512 * 8192)
-  assert two['seconds'].keys() - one['seconds'].keys() == {'slices'}
-  fp8 = _seconds(Recipe(), precision='fp8_full')
-  assert 0.5 < fp8['seconds']['products'] / one['seconds']['products'] < 0.6
-  assert fp8['seconds']['attention'] == one['seconds']['attention']
-
-
-def test_without_a_published_recipe_one_that_fits_is_chosen():
-  [row] = compare_rows([ROW | {'model': 'qwen3-32b', 'chip': 'v6e', 'num_chips': 256, 'step_s': None}])['rows']
-  assert row['recipe']['is_guess']
-  assert row['fits']
-  assert row['ratio'] is None
-
-
+@pytest.mark.exhaustive
 def test_published_recipes_that_run_are_not_called_unfit():
-  runs = (
-    ('llama3.1-70b', 'v6e', 32, 1, 64, 8192), ('llama3.1-405b', 'v6e', 512, 2, 512, 8192),
-    ('mixtral-8x22b', 'v6e', 256, 1, 2048, 4096), ('mixtral-8x7b', 'v5p', 64, 1, 2304, 4096),
-    ('deepseek-v3', 'tpu7x', 128, 1, 2048, 4096), ('gpt-oss-120b', 'tpu7x', 256, 1, 5120, 8192),
-  )  # fmt: skip
+  runs = (('llama3.1-70b', 'v6e', 32, 1, 64, 8192), ('deepseek-v3', 'tpu7x', 128, 1, 2048, 4096))
   keys = ('model', 'chip', 'num_chips', 'num_slices', 'global_batch', 'seq_len')
   report = compare_rows([ROW | dict(zip(keys, run, strict=True)) for run in runs])
   assert [row['fits'] for row in report['rows']] == [True] * len(runs)
@@ -112,7 +91,7 @@ def test_the_published_rows_are_within_the_bars():
   errors = [abs(float(row[3]) - 1) for row in result['rows']]
   assert errors == sorted(errors, reverse=True)
   experts = ('deepseek', 'gpt-oss', 'mixtral', 'qwen3-235b')
-  for are_experts, median, worst in ((False, 0.10, 0.25), (True, 0.15, 0.35)):
+  for are_experts, median, worst in ((False, 0.05, 0.20), (True, 0.10, 0.35)):
     found = [each for row, each in zip(result['rows'], errors) if row[0].startswith(experts) == are_experts]
     assert len(found) == (4 if are_experts else 11)
     assert statistics.median(found) <= median

@@ -232,7 +232,8 @@ class Attention(WithSublayers, kw_only=True):
       raise UserError('qk_clip does not bound position biases: set it to None, or remove the position_bias.')
     if self.qk_clip is not None and earlier is None:
       clip_logits(self, query, key, segment_ids, options, train=train)
-    query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
+    inputs = {'query': query, 'key': key, 'value': value}
+    query, key, value = (checkpoint_name(checkpoint_name(x, name), ATTENTION_INPUTS_NAME) for name, x in inputs.items())
     layout = self.query_activation_split_dims
     if earlier is not None:
       assert segment_pos is not None

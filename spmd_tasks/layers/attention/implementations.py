@@ -86,7 +86,7 @@ def attend(
     has_cap=options.logit_cap is not None,
     has_sinks=options.sinks is not None,
     num_token_parts=layout.num_tokens,
-    has_cudnn=_has_cudnn(),
+    has_cudnn=_has_cudnn() or not isinstance(device, jax.Device),  # a device that a plan stands for
     is_hopper=is_hopper,
     special=next((name for name, is_used in special.items() if is_used), None),
   )

@@ -1,0 +1,241 @@
+"""What one device does in a step: FLOPs, bytes of collectives, of memory and of copies to the host, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.planning import parse_target
+from spmd_tasks.planning.chips import CHIPS
+from spmd_tasks.planning.networks import Networks
+from spmd_tasks.planning.operations import memory_passes
+from spmd_tasks.planning.roofline import roofline_terms
+from spmd_tasks.planning.traced_step import trace_step, walk_jaxpr
+from spmd_tasks.sharding import MeshSpec
+from tests.planning.compiled_steps import Mixture, Pipelined
+
+MESH = AbstractMesh((4, 2), ('data', 'mdl'))
+
+
+def spec(*shape, split=(), dtype='bfloat16'):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*split)))
+
+
+def walked(function, *arguments, weight_axes=None):
+  jaxpr = jax.jit(function).trace(*arguments).jaxpr
+  return walk_jaxpr(jaxpr, arguments, dict(MESH.shape), weight_axes)
+
+
+def constrain(x, *split):
+  return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*split)))
+
+
+def communication(step):
+  """{(kind, axes): bytes that one device sends}."""
+  found = {}
+  for operation, count in step.walk():
+    if operation.kind == 'collective':
+      key = operation.collective, ' '.join(operation.group)
+      found[key] = found.get(key, 0) + count * operation.bytes
+  return found
+
+
+def flops(step):
+  return sum(count * operation.flops for operation, count in step.walk())
+
+
+X, W = spec(64, 32, split=('data',)), spec(32, 16, split=('data', 'mdl'))
+
+
+def test_a_weight_is_gathered_over_the_axis_that_splits_the_rows():
+  step = walked(lambda x, w: x @ w, X, W)
+  assert flops(step) == 2 * 16 * 32 * 8
+  assert communication(step) == {('all_gather', 'data'): 32 * 8 * 2 * 3 / 4}
+
+
+def test_a_contraction_over_a_split_dim_is_summed():
+  """Row-parallel: reduced whole, or scattered to the dim that is split next; in float32 twice the bytes."""
+  x, w = spec(64, 32, split=('data', 'mdl')), spec(32, 16, split=('mdl',))
+  nbytes = 16 * 16 * 2
+  summed = walked(lambda x, w: jnp.tanh(constrain(x @ w, 'data', None)), x, w)
+  assert communication(summed) == {('all_reduce', 'mdl'): 2 * nbytes / 2}
+  scattered = walked(lambda x, w: constrain(x @ w, 'data', 'mdl'), x, w)
+  assert communication(scattered) == {('reduce_scatter', 'mdl'): nbytes / 2}
+  residual = walked(lambda x, w: x @ w + x @ w, x, w)  # one product, added to itself, summed once at most
+  assert flops(residual) == 2 * 16 * 16 * 16
+
+
+def test_the_gradient_of_a_weight_is_scattered_to_its_own_axes():
+  """In the dtype in which it was summed, before the optimizer reads it in float32."""
+
+  def update(x, w):
+    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.square((x @ w.astype(x.dtype)).astype(jnp.float32))))(w)
+
+  weight = spec(32, 16, split=('data', 'mdl'), dtype='float32')
+  step = walked(update, X, weight, weight_axes={(32, 16): (('data',), ('mdl',))})
+  found = communication(step)
+  assert found['reduce_scatter', 'data'] == 32 * 8 * 2 * 3 / 4
+  assert ('all_reduce', 'data') not in found
+
+
+def test_axes_that_move_are_exchanged_and_those_that_go_are_gathered():
+  x = spec(64, 32, split=('data',))
+  nbytes = 16 * 32 * 2
+  moved = walked(lambda x: constrain(jnp.tanh(x), None, 'data'), x)
+  assert communication(moved) == {('all_to_all', 'data'): nbytes * 3 / 4}
+  gathered = walked(lambda x: constrain(jnp.tanh(x), None, None), x)
+  assert communication(gathered) == {('all_gather', 'data'): 4 * nbytes * 3 / 4}
+  reshaped = walked(lambda x: constrain(x.reshape(8, 8, 32), 'data', None, None), x)
+  assert communication(reshaped) == {}
+
+
+def test_loops_count_and_what_is_computed_twice_counts_once():
+  def layers(x, stack):
+    def layer(x, w):
+      return jnp.tanh(x @ w + x @ w), None
+
+    return jax.lax.scan(layer, x, stack)[0]
+
+  step = walked(layers, spec(64, 32, split=('data',)), spec(5, 32, 32, split=(None, 'data')))
+  assert flops(step) == 5 * 2 * 16 * 32 * 32
+  assert communication(step) == {('all_gather', 'data'): 5 * 32 * 32 * 2 * 3 / 4}
+
+
+def test_inside_a_shard_map_collectives_are_written_out():
+  def local(x, w):
+    return jax.lax.psum_scatter(x @ jax.lax.all_gather(w, 'data', tiled=True), 'mdl', scatter_dimension=1, tiled=True)
+
+  specs = P('data', 'mdl'), P(('mdl', 'data'), None)
+  mapped = jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=P('data', 'mdl'), check_vma=False)
+  step = walked(mapped, spec(64, 32, split=('data', 'mdl')), spec(32, 16, split=(('mdl', 'data'),)))
+  assert flops(step) == 2 * 16 * 16 * 16
+  assert communication(step) == {
+    ('all_gather', 'data'): 16 * 16 * 2 * 3 / 4,
+    ('reduce_scatter', 'mdl'): 16 * 16 * 2 / 2,
+  }
+
+
+def test_elementwise_operations_are_one_pass():
+  """X is read once, and the result written once, however many operations are in between."""
+  x = spec(64, 32, split=('data',), dtype='float32')
+  nbytes = 16 * 32 * 4
+  assert memory_passes(walked(lambda x: jnp.tanh(jnp.exp(x) * 2 + x), x)) == pytest.approx(2 * nbytes, rel=0.01)
+  # A norm's mean and result share a read of x; the mean itself is small.
+  norm = walked(lambda x: x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True)), x)
+  assert 2 * nbytes <= memory_passes(norm) <= 2.2 * nbytes
+
+
+def test_the_peak_is_what_is_needed_at_once():
+  """Three products, of which two are alive at a time; the loop keeps one result for each iteration."""
+  x, w = spec(64, 32, split=('data',)), spec(32, 32)
+  nbytes = 16 * 32 * 2
+  chain = walked(lambda x, w: jnp.tanh(x @ w) @ w @ w, x, w)
+  assert sum(live.array.local_bytes for live in chain.peak) == 2 * nbytes
+
+  def kept(x, w):
+    return jax.lax.scan(lambda x, _: (x @ w, x @ w), x, length=7)[1]
+
+  assert sum(live.array.local_bytes for live in walked(kept, x, w).peak) >= 7 * nbytes
+
+
+# --- whole steps ---
+
+
+def step_of(experiment, target='cpu:8', **overrides):
+  job = resolve(experiment, [f'{path}={value}' for path, value in overrides.items()]).build()
+  mesh_spec = job.experiment.mesh_spec()
+  return trace_step(partition_job(job, parse_target(target).abstract_mesh(mesh_spec)))
+
+
+class Plain(Tiny):
+  """Data 4 x mdl 2."""
+
+  ici_mesh_shape = (1, 4, 2)
+
+
+def products(step):
+  return sum(count * operation.flops for operation, count in step.walk() if operation.kind in ('product', 'grouped'))
+
+
+def test_microbatches_and_remat_of_a_whole_step():
+  """Accumulation changes no FLOPs; remat computes the layers again, but not the logits."""
+  whole = products(step_of(Plain))
+  assert products(step_of(Plain, **{'task.learner.num_microbatches': 2})) == pytest.approx(whole, rel=1e-6)
+  again = products(step_of(Plain, **{'task.model.stack.remat_policy': 'full'}))
+  assert 1.15 * whole < again < 4 / 3 * whole
+
+
+def test_experts_and_stages_are_walked():
+  kinds = {operation.collective for operation, _ in step_of(Mixture).walk()}
+  assert 'all_to_all' in kinds
+  permutes = [operation for operation, _ in step_of(Pipelined).walk() if operation.collective == 'collective_permute']
+  assert {operation.group for operation in permutes} == {('stage',)}
+
+
+class Offloaded(Tiny):
+  """Three layers of width 128 on rows of 256 tokens, data 4."""
+
+  ici_mesh_shape = (1, 4, 1)
+  num_layers = 3
+  model_dims = 128
+  hidden_dims = 128
+  num_heads = 1
+  seq_len = 256
+  vocab_size = 256
+  dtype = 'bfloat16'
+  remat_policy = 'attention_offloaded'
+
+
+def test_copies_to_the_host():
+  """By layer: the input, queries, keys and values, and attention's results in bfloat16; its sums in float32."""
+  step = step_of(Offloaded, 'v5e:2x2')
+  tokens, width = 8 * 256 // 4, 128
+  there, back = (
+    sum(
+      count * operation.bytes
+      for operation, count in step.walk()
+      if operation.kind == 'host' and operation.to_host is way
+    )
+    for way in (True, False)
+  )
+  assert there == back
+  assert there >= 3 * tokens * 4 * width * 2
+  named = step_of(Offloaded, 'v5e:2x2', **{'task.model.stack.remat_policy': "'save(query) offload(layer_input)'"})
+  moved = sum(count * operation.bytes for operation, count in named.walk() if operation.kind == 'host')
+  assert moved == 2 * 3 * tokens * width * 2
+
+
+# --- time ---
+
+
+def test_time_is_work_over_rates():
+  """v5p: 459 TFLOP/s and 2,765 GB/s, of which rates.toml says what is reached."""
+  chip, big = CHIPS['v5p'], spec(4 * 8192, 8192, split=('data',))
+  weight = spec(8192, 8192)
+  target, mesh_spec = parse_target('v5p:2x2x2'), MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 2))
+  networks = Networks(target, mesh_spec)
+  step = walked(lambda x, w: jnp.tanh(x @ w), big, weight)
+  terms = {term.name: term for term in roofline_terms(step, chip, networks)}
+  product = terms['products']
+  assert (product.work, product.basis) == (2 * 8192**3, 'fitted')
+  assert product.seconds == pytest.approx(product.work / (chip.peak_flops * 0.90))
+  assert terms['memory'].seconds == pytest.approx(2 * 8192 * 8192 * 2 / (chip.hbm_bandwidth * 0.85))
+  thin = walked(lambda x, w: x @ w, spec(4 * 8, 8192, split=('data',)), weight)  # bound by the weight's bytes
+  (term,) = [term for term in roofline_terms(thin, chip, networks) if term.name == 'products']
+  assert term.seconds == pytest.approx(8192 * 8192 * 2 / (chip.hbm_bandwidth * 0.85), rel=0.01)
+
+
+def test_collectives_of_a_compiled_step_replace_the_traced_ones():
+  target, mesh_spec = (
+    parse_target('2x v5p:2x2x1'),
+    MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1)),
+  )
+  networks = Networks(target, mesh_spec)
+  terms = roofline_terms(walked(lambda x, w: x @ w, X, W), target.chip, networks, [('all_reduce', ('data',), 4.11e9)])
+  network = [term for term in terms if term.name.startswith('network')]
+  assert [(term.name, term.work) for term in network] == [('network data', 4.11e9)]
+  assert network[0].seconds == pytest.approx(1)  # the data-center network hides nothing
