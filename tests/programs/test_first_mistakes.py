@@ -32,7 +32,7 @@ MISTAKES = [
   ('what=attribute', ["no attribute 'widht'", HERE]),
   ('what=list', ['a batch of train_input is a int', 'a dict of arrays by name']),
   ('what=shards', ['train_input.make_iterator() fails with TypeError', 'shard_index']),
-  ('what=byte_order', ["input 'y' has the dtype >f4", 'byte order of this machine']),
+  ('what=byte_order', ["input 'y' has the dtype >f4", 'byte order']),
   ('how=dense', ['ffn/Dense_0/bias of a stacked layer', 'Linear or declare_weight']),
   ('how=shape', ['the ffn Feed returned float32[2,4,7]', 'float32[2,4,8]', '(array, {name: Statistics})']),
   ('how=number', ["{'balance': float32[]}"]),
@@ -78,7 +78,9 @@ def test_numpys_own_dtypes_become_those_of_the_spec_where_they_hold_the_numbers(
   batch = {name: np.ones(each.shape, each.dtype) for name, each in model.input_layout.spec.items()}
   wide = batch | {'labels': batch['labels'].astype(np.int64), 'weights': batch['weights'].astype(np.float64)}
   assert model.train_step.place(wide)['labels'].dtype == np.int32
-  with pytest.raises(ValueError, match="'labels' has integers from 1099511627776 to 1099511627776, which int32 cannot"):
+  with pytest.raises(
+    ValueError, match="'labels' has integers from 1099511627776 to 1099511627776, which do not fit in int32"
+  ):
     model.train_step.place(batch | {'labels': wide['labels'] << 40})
   with pytest.raises(ValueError, match='labels'):
     model.train_step.place(batch | {'labels': wide['weights']})
