@@ -74,7 +74,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
       f'--no_compile estimates the train step, not {", ".join(steps)}: compile these, without --no_compile.'
     )
   mesh_spec = job.experiment.mesh_spec()
-  mesh = mesh_spec.build(target.devices()) if compiles else target.abstract_mesh(mesh_spec)
+  mesh: Any = mesh_spec.build(target.devices()) if compiles else target.abstract_mesh(mesh_spec)
   model = partition_job(job, mesh)
   num_tokens = max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
   model_flops = model_flops_per_train_step(
@@ -458,7 +458,7 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
   if step == 'eval':
     return _eval_step(job, model).lower()
   steps = DecodeSteps(model)
-  return {'prefill': steps.prefill, 'decode': steps.step}[step].lower()
+  return steps.prefill.lower() if step == 'prefill' else steps.step.lower()
 
 
 def _eval_step(job: Job, model: PartitionedModel) -> CompiledStep:

@@ -15,9 +15,8 @@ rests on which basis. docs/benchmarks/plans_tpu.md has its error against publish
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
-
-import numpy as np
 
 from spmd_tasks.planning.chips import Chip, Rate, rate_of
 from spmd_tasks.planning.networks import Networks
@@ -155,11 +154,11 @@ def _seconds_of_flops(operation: Operation, chip: Chip) -> float:
     if low or chip.fp8_flops or chip.int8_flops:
       peak = (low or chip.fp8_flops or chip.int8_flops or peak) * rate_of(chip, 'low_precision').value
   # The two shorter sides lie on the rows and columns of the matrix units, the longest one streams.
-  filled = np.prod([filled_part(size, chip.mxu_size) for size in sorted(operation.sizes)[:2]])
+  filled = math.prod(filled_part(size, chip.mxu_size) for size in sorted(operation.sizes)[:2])
   name = {'product': 'matmul', 'grouped': 'grouped', 'attention': 'attention'}[operation.kind]
   if operation.kind == 'attention':
     filled = filled_part(operation.sizes[0], chip.mxu_size)
-  of_flops = operation.flops / (peak * rate_of(chip, name).value * float(filled))
+  of_flops = operation.flops / (peak * rate_of(chip, name).value * filled)
   if operation.kind == 'attention':
     return of_flops
   moved = sum(x.local_bytes for x in (*operation.inputs, *operation.outputs))

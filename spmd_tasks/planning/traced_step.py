@@ -883,7 +883,8 @@ def _num_microbatches(body: Jaxpr) -> int:
   def look(jaxpr: Jaxpr) -> None:
     for eqn in jaxpr.eqns:
       if eqn.primitive.name == 'dynamic_slice' and eqn.params['slice_sizes'][0] == 1:
-        sizes.append(eqn.invars[0].aval.shape[0])
+        aval: Any = eqn.invars[0].aval
+        sizes.append(aval.shape[0])
       elif eqn.primitive.name in ('jit', 'pjit', 'closed_call'):
         look(eqn.params['jaxpr'].jaxpr if 'jaxpr' in eqn.params else eqn.params['call_jaxpr'].jaxpr)
 
