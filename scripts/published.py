@@ -3,20 +3,10 @@
     report = compare_rows(json.loads(text)['rows'])
     report['rows'][0]['ratio'], report['dense']['median_error']
 
-Nothing is compiled: a recipe's step (recipes.toml: model, what is kept or offloaded, how weights are split) is listed
-as operations of one chip, and each takes its work over a rate of rates.toml. So a plan takes milliseconds and is of
-their program, not of ours. What it cannot see: fusions, layouts and schedules, whose sum is in the rates.
-
-* Products: two FLOPs per multiply-add; forward, what is recomputed, and twice the forward for the gradients. Sides that
-  fill no whole matrix unit count as if they did. Words of a recipe: `q k v context out wi wo` are results that are kept
-  (`save`) or copied to the host (`offload`), `input` is a layer's; everything else is computed again.
-* Attention: scores of whole blocks, causal; forward again unless `context` is kept, backward 2.5 times the forward.
-  Heads fill a part of a matrix unit (costs.py).
-* Memory: results that no product's fusion hides, as passes over [tokens, dims] and [tokens, hidden]; rows of experts
-  are gathered; logits in float32; the optimizer.
-* Networks: weights are gathered twice and their gradients scattered once, in bfloat16, over all chips of a slice; keys
-  and values over `context`, activations over `tensor`, rows over `expert`. A share of that (`exposed`) nothing hides.
-* Copies to the host run beside the forward pass and come back beside the backward pass; the program waits for the rest.
+A row becomes an experiment of ours (`experiment_of`), from the architecture and the recipe in recipes.toml: what is
+kept or offloaded, and how weights are split. Its prediction is what `--mode plan --no_compile` says of that experiment.
+Words of a recipe: `q k v context out wi wo` are results that are kept (`save`) or copied to the host (`offload`),
+`input` is a layer's; everything else is computed again.
 """
 
 from collections.abc import Mapping, Sequence
