@@ -735,7 +735,7 @@ class _Walk:
 
   def _scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     params = eqn.params
-    num_consts, num_carry = params['num_consts'], params['num_carry']
+    num_consts, num_carry = _scan_sizes(params, inputs)
     inputs = [self.resolved(x, ()) for x in inputs]
     consts, carry, stacked = (
       inputs[:num_consts],
@@ -874,6 +874,14 @@ def _computed_share(params: Mapping[str, Any], inputs: Sequence[Array], num_quer
     block_q, block_kv = stated.get('block_q_dkv'), stated['block_kv_dkv']
   block_q, block_kv = block_q or num_queries // rows, block_kv or num_keys // columns
   return float(np.sum(mask > 0)) / len(mask) * block_q * block_kv / (num_queries * num_keys)
+
+
+def _scan_sizes(params: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[int, int]:
+  """Returns how many of a scan's inputs are constants, and how many are carried."""
+  if 'num_consts' in params:
+    return params['num_consts'], params['num_carry']
+  constants, carried, _ = params['ft_in'].update(list(inputs)).unpack()  # from jax 0.12 on
+  return len(list(constants)), len(list(carried))
 
 
 def _num_microbatches(body: Jaxpr) -> int:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import pytest
 
@@ -18,7 +18,7 @@ from spmd_tasks.planning.traced_step import trace_step, walk_jaxpr
 from spmd_tasks.sharding import MeshSpec
 from tests.planning.compiled_steps import Mixture, Pipelined
 
-MESH = AbstractMesh((4, 2), ('data', 'mdl'))
+MESH = AbstractMesh((4, 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
 
 
 def spec(*shape, split=(), dtype='bfloat16'):
