@@ -152,9 +152,9 @@ BAD_INPUT = {
   'origin at a URL': ((*TINY, *TRAIN, '--set', 'init_from=hf:ftp://b/m'), ["'ftp://b/m' is a URL", 'give gs://']),
   'vocabulary beyond memory': (
     (*TINY, *TRAIN, '--set', f'vocab_size={2**31 - 8}'),
-    ['the training state has', 'GB of memory', 'lower'],
+    ['the training state needs', 'GB of memory', 'lower'],
   ),
-  'batch beyond memory': ((*TINY, *TRAIN, '--set', f'batch_size={2**31 - 8}'), ['a batch has', 'lower batch_size']),
+  'batch beyond memory': ((*TINY, *TRAIN, '--set', f'batch_size={2**31 - 8}'), ['a batch needs', 'lower batch_size']),
   'no hidden dims': ((*TINY, *TRAIN, '--set', 'hidden_dims=0'), ['a weight of shape (32, 0)', 'raise the size']),
   'integers for activations': ((*TINY, *TRAIN, '--set', 'dtype=int32'), ['dtype = int32', 'set float32']),
   'float64 without x64': ((*TINY, *TRAIN, '--set', 'dtype=float64'), ['set float32, bfloat16', 'JAX_ENABLE_X64=1']),
