@@ -1,4 +1,4 @@
-"""Fine-tunes a model from a folder in Hugging Face's format; docs/fine_tuning.md is the guide.
+"""Fine-tunes the model of a Hugging Face folder; docs/fine_tuning.md is the guide.
 
     spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode preview
     spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode train --job_log_dir runs/a

@@ -1,4 +1,4 @@
-"""Trains and serves models from a folder in Hugging Face's format: config.json, safetensors, tokenizer.json.
+"""Trains and serves the model of a Hugging Face folder: config.json, safetensors, tokenizer.json.
 
     spmd-tasks --exp hf.Model --set model=models/llama --mode train --job_log_dir runs/tuned
     spmd-tasks --exp hf.Model --set model=models/llama --mode serve --job_log_dir runs/served
@@ -17,7 +17,7 @@ from spmd_tasks.tuning import FolderScorer, PairTuning
 
 @register
 class Model(PairTuning):
-  """A model from a folder in Hugging Face's format: --set model=FOLDER."""
+  """A model from a Hugging Face folder: --set model=FOLDER."""
 
   num_nextn_predict_layers = None
 

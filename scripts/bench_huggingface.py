@@ -1,4 +1,4 @@
-"""Measures loading and exporting a folder in Hugging Face's format against transformers: time and peak host memory.
+"""Measures loading and exporting a Hugging Face model folder against transformers: time and peak host memory.
 
     python scripts/bench_huggingface.py                    # writes a Llama of 2 GB to a temporary directory
     python scripts/bench_huggingface.py --quick            # one layer of it

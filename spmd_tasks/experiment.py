@@ -94,7 +94,7 @@ class Experiment(FrozenFields, abc.ABC):
 
   seed: int = 0
   # The weights that a new job starts from: the job_log_dir of another job (its newest checkpoint, or `init_from_step`),
-  # or hf:FOLDER, a folder in Hugging Face's format. The other job must have the same model, or a dense one, whose
+  # or hf:FOLDER, a Hugging Face model folder. The other job must have the same model, or a dense one, whose
   # feed-forward networks become experts (programs/upcycling.py). A job with a checkpoint ignores this and continues.
   init_from: str | None = None
   init_from_step: int | None = None

@@ -3,7 +3,7 @@
 from spmd_tasks import load
 
 lm = load('runs/tiny')                                    # the newest checkpoint, on all devices
-lm = load('models/llama')                                 # or a folder in Hugging Face's format, or hf://org/name
+lm = load('models/llama')                                 # or a Hugging Face model folder, or hf://org/name
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
 lm.chat('How warm is it?', max_tokens=40)                 # one message or a conversation, by the chat template
 lm.generate(['import '], adapter='french')                # if the experiment has `adapters`
@@ -67,7 +67,7 @@ def load(
   """Loads the model of a training job, which may still be running; writes nothing.
 
   Args:
-    job_log_dir: the job's directory, with its config.json and checkpoints; or a folder in Hugging Face's format.
+    job_log_dir: the job's directory, with its config.json and checkpoints; or a Hugging Face model folder.
     step: the checkpoint's step; None is the newest.
     mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. Default: the mesh
       of `overrides`; else the saved mesh if it fits the number of devices; else one axis of all devices.

@@ -143,7 +143,7 @@ BAD_INPUT = {
   # Origins, paths and numbers.
   'origin that is no model': (
     (*TINY, *TRAIN, '--set', 'init_from=hf:HERE/empty'),
-    ["HERE/empty/config.json does not exist: give the folder of a model in Hugging Face's format"],
+    ['HERE/empty/config.json does not exist: give a Hugging Face model folder'],
   ),
   'origin without a checkpoint': (
     (*TINY, *TRAIN, '--set', 'init_from=HERE/none'),

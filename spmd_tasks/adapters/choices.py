@@ -5,7 +5,7 @@
     y = linear(x)                                                                     # x [B, T, I]
 
 The adapters are stacked, so that one compiled step computes any mix of them (Chen et al., "Punica", 2023; Sheng et al.,
-"S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Adapter 0 is all zeros: its rows are bit for bit those of the kernel
+"S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Adapter 0 is all zeros: its rows are bit for bit the kernel's
 alone. No row depends on the adapters of other rows.
 
 Shapes: B rows, T tokens, N adapters including adapter 0, I the dims of a kernel that are contracted, O its other dims,

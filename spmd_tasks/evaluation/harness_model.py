@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
     """Loads the model; the arguments are given in `--model_args`.
 
     Args:
-      path: a job's directory, or a folder in Hugging Face's format.
+      path: a job's directory, or a Hugging Face model folder.
       step: the step of the checkpoint; None for the newest.
       mesh: the sizes of the experiment's mesh axes, such as 1x2x4; None as in `spmd_tasks.load`.
       batch_size: number of texts to score at once; 'auto' means 32. Generation uses task.decode.num_slots.

@@ -1,4 +1,4 @@
-"""Folder: a model in Hugging Face's format, with its config parsed and its weights read lazily."""
+"""Folder: a Hugging Face model folder, with its config parsed and its weights read lazily."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
@@ -60,7 +60,7 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
   """
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
-  values = read_config(file, "give the folder of a model in Hugging Face's format")
+  values = read_config(file, 'give a Hugging Face model folder')
   is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
   try:
     if is_text_part:

@@ -85,8 +85,8 @@ def shared_experts(
 ) -> tuple[Entry, ...]:
   """Returns the keys of DeepSeek and GLM-4-MoE, which have shared experts, and dense layers before the mixed ones.
 
-  The arguments are the family's defaults; `groups` are those of `n_group` and `topk_group`. Without `is_sigmoid`, the
-  router has a softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
+  The arguments are the family's defaults; `groups` are the defaults of `n_group` and `topk_group`. Without
+  `is_sigmoid`, the router has a softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
   """
   normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_NORMALIZE_GATES)
   return (

@@ -1,4 +1,4 @@
-"""Experiments that start from a folder in Hugging Face's format: base classes of the registered `hf` experiments."""
+"""Experiments that start from a Hugging Face model folder: base classes of the registered `hf` experiments."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -70,7 +70,7 @@ class PretrainedLanguageModel(TextTraining):
   def open_folder(self) -> Folder:
     """Opens the folder of any model."""
     if not self.model:
-      raise UserError("model is not set: --set model=FOLDER, a folder in Hugging Face's format.")
+      raise UserError('model is not set: --set model=FOLDER, a Hugging Face model folder.')
     return open_folder(local_folder(self.model), accept_config_keys=self.accept_config_keys)
 
   def language_model(self) -> fdl.Config:

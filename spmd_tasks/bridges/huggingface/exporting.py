@@ -67,7 +67,7 @@ _COPIED = (
 def export_model(
   opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool = False
 ) -> int:
-  """Writes a checkpoint as a folder in Hugging Face's format; returns the exit code OK.
+  """Writes a checkpoint as a Hugging Face model folder; returns the exit code OK.
 
   Every process reads its shards, and process 0 writes.
 

@@ -1,4 +1,4 @@
-"""FolderOrigin: initializes a model from a folder in Hugging Face's format, as with `init_from = hf:FOLDER`.
+"""FolderOrigin: initializes a model from a Hugging Face folder, as with `init_from = hf:FOLDER`.
 
     FolderOrigin(path='models/llama')                                 # what Experiment.origin() returns
     state = state_from_folder(model, open_folder(folder), seed)       # a new training state, at step 0
