@@ -66,6 +66,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     return {} if layer.tied else {'softmax_kernel': 'softmax_kernel'}
 
   def setup(self):
+    if self.embed_dim < 1 or self.vocab_size < 1:
+      raise UserError(f'embed_dim={self.embed_dim} and vocab_size={self.vocab_size} must be at least 1.')
     if self.logits_cap is not None and not 0 < self.logits_cap < float('inf'):
       raise UserError(f'logits_cap={self.logits_cap} must be positive, or None for no bound.')
     table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))

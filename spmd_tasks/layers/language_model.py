@@ -53,6 +53,11 @@ class LanguageModel(WithSublayers, kw_only=True):
   scatters_gradients: bool = False
   balances_tokens: bool = False
 
+  def __post_init__(self):
+    if self.num_logit_chunks < 1:
+      raise UserError(f'num_logit_chunks={self.num_logit_chunks} must be at least 1 (all logits at once).')
+    super().__post_init__()
+
   @nn.compact
   def __call__(self, batch: Mapping[str, jax.Array], train: bool = False) -> dict[str, Any]:
     """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}; with `num_logit_chunks`, 'label_scores', not 'logits'.

@@ -69,6 +69,11 @@ class StackSequence(WithSublayers, kw_only=True):
 
   stacks: tuple[nn.Module, ...]
 
+  def __post_init__(self):
+    if not self.stacks:
+      raise UserError('stacks=() of a StackSequence is a model without layers: give at least one stack.')
+    super().__post_init__()
+
   @nn.compact
   def __call__(
     self,

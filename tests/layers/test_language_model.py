@@ -8,10 +8,12 @@ import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 import transformer_reference as reference
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   LanguageModel,
   LanguageModelLoss,
   RmsNorm,
+  StackSequence,
   TokenEmbedding,
   TransformerBlock,
   TransformerStack,
@@ -36,6 +38,22 @@ def test_segment_ids_without_positions_are_an_error():
   model, batch = tiny_model(), packed_batch()
   with pytest.raises(ValueError, match="no 'segment_pos'"):
     model.init(jax.random.key(0), {'ids': batch['ids'], 'segment_ids': batch['segment_ids']})
+
+
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (lambda: tiny_model().clone(num_logit_chunks=0), 'num_logit_chunks=0 must be at least 1'),
+    (lambda: StackSequence(stacks=()), 'stacks=.* at least one stack'),
+    (
+      lambda: TokenEmbedding(vocab_size=0, embed_dim=4).init(jax.random.key(0), [[0]]),
+      'vocab_size=0 must be at least 1',
+    ),
+  ],
+)
+def test_sizes_of_zero_are_errors(make, message):
+  with pytest.raises(UserError, match=message):
+    make()
 
 
 @functools.cache

@@ -93,8 +93,8 @@ CIRCULAR, ONE_F_ONE_B = ('schedule=circular', 'num_repeats=2'), ('schedule=one_f
 SHARDS = f'{FFN}.load_balance_shards=4'
 BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
-# name, experiment, mesh, overrides, overrides of the reference on one device Dense rows share a reference with two
-# layers, which fill half of a circular pipeline, and Adafactor. Experts use AdamW.
+# name, experiment, mesh, overrides, overrides of the reference on one device
+# Dense rows share a reference with Adafactor and two layers, which fill half of a circular pipeline. Experts use AdamW.
 FAST = ('data 2 x mdl 4', 'data 2 x expert 4')
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [

@@ -195,9 +195,8 @@ def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
   def layer(block, x, inputs):
     # nn.scan traces a layer twice, and the second trace continues the random numbers of the first: so does this one.
     outer = block.scope
-    variables = {
-      name: dict(outer.variables()[name]) for name in outer.variables()
-    }  # empty, unless init is traced again
+    # There are no variables yet, unless init is traced again.
+    variables = {name: dict(outer.variables()[name]) for name in outer.variables()}
     first = flax.core.Scope(variables, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
     first.rng_counters = outer.rng_counters
     for module in (block.copy(parent=first), block):
