@@ -27,7 +27,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import num_parts, spec_axes
 
-# Platform -> positions of a block, if chunks of prompts are a multiple of it. A TPU's kernel copies each block.
+# Platform -> positions of a block, if chunks of prompts are a multiple of it. A TPU gathers few long blocks.
 _BLOCK_TOKENS, _SHORT_BLOCK_TOKENS = {'tpu': 64}, 16
 # Platform -> tokens of a chunk. On a CPU, 64 tokens after 4,000 take as long as two steps of 32 texts. Elsewhere a step
 # reads all weights anyway, and more tokens add little.
@@ -182,9 +182,9 @@ class DecodeLayout:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placed)
 
   def _cache_format(self, leaf: Any, spec: PartitionSpec) -> NamedSharding | Format:
-    """Returns the sharding of an array of the cache, with its layout in memory if a kernel reads its blocks one by one.
+    """Returns the sharding of an array of the cache; on TPUs with a layout in memory that keeps blocks contiguous.
 
-    A TPU's compiler would lay blocks whose entries do not fill rows of 128 numbers side by side, entry by entry.
+    The TPU compiler interleaves blocks, entry by entry, if entries do not fill rows of 128 numbers.
     """
     sharding = NamedSharding(self._model.mesh, spec)
     if self._model.platform != 'tpu' or leaf.shape[-1] < _LEAST_FEATURES:

@@ -155,8 +155,8 @@ class DecodeModel:
       outputs, updated = model.apply(variables, *positional, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
-        f'{type(model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
+        f"{type(model).__name__} cannot generate text: it must return logits [B, T, V] under the key 'logits', and its "
+        'attention must update the KV cache (layers/cache.py): use LanguageModel, or its Attention.'
       )
     return outputs['logits'], updated['new_cache']
 

@@ -102,14 +102,14 @@ class ModelDraft(Draft):
     super().__init__(is_model=True)
     self._programs = DecodePrograms(model, DecodeLayout(model, target=target))
     self._prefill = Prefill(self._programs)
-    self._given_variables = draft.variables
-    self._variables: Any = None  # these, stored and arranged; made by the first `init`
+    self._padded_variables = draft.variables
+    self._variables: Any = None  # stored and arranged by the first `init`
     self._state: Any = None
 
   def init(self) -> None:
     if self._variables is None:
       model = self._programs.model
-      self._variables, self._given_variables = model.arrange(model.storage.store(self._given_variables)), {}
+      self._variables, self._padded_variables = model.arrange(model.storage.store(self._padded_variables)), {}
     self._state = None  # `init_state` allocates another one
     self._state = self._programs.init_state()
 
