@@ -63,6 +63,8 @@ class Mixture:
     object.__setattr__(self, 'sources', inputs)
     _check_weights('weights', self.weights, self.sources)
     _check_changes(self.weight_changes, self.sources)
+    if not isinstance(self.seed, int) or self.seed < 0:
+      raise UserError(f'seed {self.seed!r} of the mixture must be an integer of at least 0.')
 
   @property
   def batch_size(self) -> int:

@@ -92,6 +92,11 @@ class FromOptax(Optimizer):
     transformation: Any = self.factory(**rate, **self.arguments)
     if isinstance(transformation, optax.MultiSteps):
       transformation = transformation.gradient_transformation()
+    if not isinstance(transformation, optax.GradientTransformation):
+      raise UserError(
+        f'FromOptax.factory {self._name()} returns {type(transformation).__name__}: it must return an optax '
+        'transformation.'
+      )
     return optax.with_extra_args_support(transformation)
 
   @contextlib.contextmanager

@@ -41,6 +41,8 @@ class MultiOptimizer(Optimizer):
   learning_rate: LearningRate = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
+    if not self.optimizers:
+      raise UserError('MultiOptimizer.optimizers is empty: give (pattern, optimizer) pairs.')
     for pattern, optimizer in self.optimizers:
       check_pattern(pattern, 'MultiOptimizer.optimizers')
       if not isinstance(optimizer, Optimizer) or optimizer.learning_rate is None:

@@ -74,8 +74,15 @@ class Muon(OptimizerSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.scale not in SCALES:
-      raise UserError(f'{type(self).__name__}.scale is {self.scale!r}; it must be one of {tuple(SCALES)}.')
+    for name, is_valid, constraint in (
+      ('scale', self.scale in SCALES, f'one of {tuple(SCALES)}'),
+      ('coefficients', len(self.coefficients) == 3, 'three numbers'),
+      ('num_iterations', self.num_iterations >= 1, '1 or more'),
+      ('dtype', self.dtype in ('float32', 'bfloat16'), 'float32 or bfloat16'),
+      ('adam_scale', self.adam_scale >= 0, '0 or more'),
+    ):
+      if not is_valid:
+        raise UserError(f'{type(self).__name__}.{name} is {getattr(self, name)!r}; it must be {constraint}.')
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     is_matrix = are_matrices(weight_specs, type(self).__name__)

@@ -291,6 +291,7 @@ EVEN = {'a': 1, 'b': 1}
     ({'weights': {'a': 0, 'b': 0}}, 'one of them positive'),
     ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches = \{'a': 1\} must be a dict"),
     ({'weight_changes': ((5, EVEN), (5, EVEN))}, 'a number of at least 6: list the changes in ascending order'),
+    ({'seed': -1}, 'seed -1 of the mixture must be an integer of at least 0'),
   ],
 )
 def test_invalid_settings_are_refused_in_one_sentence(settings, message):

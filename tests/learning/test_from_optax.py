@@ -149,6 +149,10 @@ def growing_state(learning_rate):
   return optax.GradientTransformation(lambda weights: weights, grow)
 
 
+def no_transformation(learning_rate):
+  optax.sgd(learning_rate)  # without `return`
+
+
 def lookahead_in_a_chain(learning_rate):
   return optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(learning_rate), 2, 0.5))
 
@@ -160,6 +164,7 @@ def lookahead_in_a_chain(learning_rate):
     ({'arguments': {'learning_rate': 0.1}}, r'lamb\(.*learning_rate.*: correct the arguments'),
     ({'arguments': {'wight_decay': 0.1}}, r'lamb\(.*weight_decay.*wight_decay.*: correct the arguments'),
     ({'factory': optax.scale_by_adam}, r'scale_by_adam\(.*learning_rate.*optax.scale_by_learning_rate'),
+    ({'factory': no_transformation}, 'no_transformation returns NoneType: .* must return an optax transformation'),
     ({'factory': optax.lbfgs}, 'lbfgs fails .*without a line search'),
     ({'factory': scalar_updates}, r'scalar_updates returns an update .*\[\] for table, .*\[3, 2\]'),
     ({'factory': growing_state}, r'growing_state returns a state .*\[6, 2\] for table, .*\[3, 2\]'),

@@ -57,3 +57,5 @@ def test_patterns_that_match_no_weight_are_refused():
     MultiOptimizer(optimizers=(('stak/', ADAM), ('', ADAFACTOR))).transformation(SPECS)
   with pytest.raises(UserError, match=r"'\('.*regular expression"):
     MultiOptimizer(optimizers=(('(', ADAM), ('', ADAFACTOR)))
+  with pytest.raises(UserError, match='optimizers is empty'):
+    MultiOptimizer(optimizers=())

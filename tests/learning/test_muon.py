@@ -1,6 +1,7 @@
 """Muon updates each layer's matrix as torch.optim.Muon does, on any mesh, and all other weights as AdamW does."""
 
 import functools
+import re
 import types
 
 import jax
@@ -173,9 +174,20 @@ def test_a_matrix_must_declare_its_input_dims():
     Learner(optimizer=Muon(learning_rate=0.1)).init(weights, specs)
 
 
-def test_an_unknown_scale_is_refused():
-  with pytest.raises(UserError, match=r"Muon.scale is 'moonshot'"):
-    Muon(learning_rate=0.1, scale='moonshot')
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'scale': 'moonshot'},
+    {'coefficients': (1.5, -0.5)},
+    {'num_iterations': 0},
+    {'dtype': 'int8'},
+    {'adam_scale': -1.0},
+  ],
+)
+def test_invalid_settings_are_refused(settings):
+  ((name, value),) = settings.items()
+  with pytest.raises(UserError, match=re.escape(f'Muon.{name} is {value!r}; it must be ')):
+    Muon(learning_rate=0.1, **settings)
 
 
 @pytest.mark.parametrize('num_kv_heads', [4, 2])
