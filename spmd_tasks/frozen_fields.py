@@ -100,6 +100,15 @@ class FrozenFields:
         delattr(cls, old)
         annotations.pop(old, None)
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
+    for name in annotations:
+      overridden = getattr(super(cls, cls), name, None)
+      if isinstance(overridden, types.FunctionType):
+        raise UserError(
+          f'{cls.__qualname__}.{name} is a field, but {overridden.__qualname__} is a method: define '
+          f'`def {name}(self)`, or rename the field.'
+        )
+      if isinstance(overridden, property) and name not in vars(cls):  # a dataclass would take it as the default
+        raise UserError(f'{cls.__qualname__}.{name} overrides a property: give it a default, `{name}: ... = ...`.')
     for name, value in list(vars(cls).items()):
       if _is_plain_value(name, value):
         cls.refuse_removed(name, {*inherited, *annotations})

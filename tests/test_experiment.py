@@ -105,12 +105,29 @@ def define_field_as_property():
       return 3
 
 
+def define_method_as_field():
+  class Wrong(Base):
+    task: int = 3
+
+
+def define_property_as_field():
+  class WithProperty(Base):
+    @property
+    def width(self):
+      return 3
+
+  class Wrong(WithProperty):
+    width: int
+
+
 @pytest.mark.parametrize(
   'define, message',
   [
     (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
     (define_new_none, r'annotate it, `num_layer: int \| None = None`'),
     (define_field_as_property, 'num_layers overrides a field with a property: give it a value'),
+    (define_method_as_field, r'Base\.task is a method: define `def task\(self\)`'),
+    (define_property_as_field, 'width overrides a property: give it a default'),
   ],
 )
 def test_mistakes_in_a_class_body_are_refused(define, message):

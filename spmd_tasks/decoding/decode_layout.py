@@ -184,7 +184,8 @@ class DecodeLayout:
   def _cache_format(self, leaf: Any, spec: PartitionSpec) -> NamedSharding | Format:
     """Returns the sharding of an array of the cache; on TPUs with a layout in memory that keeps blocks contiguous.
 
-    The TPU compiler interleaves blocks, entry by entry, if entries do not fill rows of 128 numbers.
+    The TPU compiler interleaves blocks, entry by entry, if entries do not fill rows of 128 numbers; a step would then
+    copy the cache.
     """
     sharding = NamedSharding(self._model.mesh, spec)
     if self._model.platform != 'tpu' or leaf.shape[-1] < _LEAST_FEATURES:

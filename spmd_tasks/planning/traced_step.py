@@ -87,7 +87,7 @@ _VIEWS = frozenset({
 })  # fmt: skip
 _LINEAR = frozenset({'convert_element_type', 'transpose', 'neg', 'copy', 'name', 'pvary', 'reduce_precision', 'pcast'})
 _REDUCTIONS = frozenset({
-  'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or', 'argmax', 'argmin',
+  'reduce', 'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or', 'argmax', 'argmin',
 })  # fmt: skip
 _NAMED_COLLECTIVES = {
   'psum': 'all_reduce', 'psum_invariant': 'all_reduce', 'pmax': 'all_reduce', 'pmin': 'all_reduce',
@@ -277,9 +277,10 @@ class _Walk:
       return self.attention_kernel(eqn, inputs, name)
     if name in _REDUCTIONS:
       return self.reduction(eqn, inputs)
-    inner = [p for p in params.values() if isinstance(p, ClosedJaxpr | Jaxpr)]
-    if inner and name not in ('reduce', 'scatter', 'scatter-mul', 'sort', 'reduce_window'):
-      return self.call(inner[0], inputs)
+    for inner in params.values():  # of jit, custom_jvp, ...; those of sort, reduce_window, ... take single elements
+      jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+      if isinstance(jaxpr, Jaxpr) and [var.aval.shape for var in jaxpr.invars] == [x.shape for x in inputs]:
+        return self.call(inner, inputs)
     return self.elementwise(eqn, inputs)
 
   def call(self, jaxpr: ClosedJaxpr | Jaxpr, inputs: list[Array]) -> list[Array]:
@@ -291,6 +292,8 @@ class _Walk:
 
   def elementwise(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     """An operation whose dims are those of its largest inputs."""
+    if not eqn.outvars:  # jax.debug.print
+      return []
     out = eqn.outvars[0].aval
     shape = tuple(getattr(out, 'shape', ()))
     same = [x for x in inputs if len(x.shape) == len(shape)]
@@ -361,7 +364,7 @@ class _Walk:
     return tuple(dims)
 
   def reduction(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-    (x, *_), dims = inputs, set(eqn.params['axes'])
+    (x, *_), dims = inputs, set(eqn.params['dimensions' if eqn.primitive.name == 'reduce' else 'axes'])
     x = x if eqn.primitive.name == 'reduce_sum' else self.resolved(x, ())
     over = {axis for i in dims for axis in x.axes[i]}
     axes = tuple(dim for i, dim in enumerate(x.axes) if i not in dims)
@@ -447,10 +450,8 @@ class _Walk:
   _slice = _split = _dynamic_slice = _pad = _rev = cut
 
   def _concatenate(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-    inputs, dim = [self.resolved(x, ()) for x in inputs], eqn.params['dimension']
-    axes = self.merged_axes(eqn.outvars[0].aval.shape, inputs)
-    result = self.array(eqn.outvars[0].aval, axes)
-    del dim
+    inputs = [self.resolved(x, ()) for x in inputs]
+    result = self.array(eqn.outvars[0].aval, self.merged_axes(eqn.outvars[0].aval.shape, inputs))
     self.add('elementwise', inputs, (result,))
     return [result]
 
@@ -548,6 +549,26 @@ class _Walk:
     )
     return lhs, rhs
 
+  def _conv_general_dilated(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+    params, out = eqn.params, eqn.outvars[0].aval
+    lhs_spec, rhs_spec, out_spec = params['dimension_numbers']  # batch and features, then the window's dims
+    lhs, rhs = (
+      self.moved(x, tuple(dim if i in spec[:2] else () for i, dim in enumerate(x.axes)))
+      for x, spec in zip((self.resolved(x, ()) for x in inputs), (lhs_spec, rhs_spec))
+    )
+    lhs, rhs = self.contraction_operands(lhs, rhs, (((lhs_spec[1],), (rhs_spec[1],)), ((), ())))
+    of_out = {out_spec[0]: lhs.axes[lhs_spec[0]], out_spec[1]: rhs.axes[rhs_spec[0]]}
+    over = lhs.axes[lhs_spec[1]] or rhs.axes[rhs_spec[1]]
+    axes = tuple(of_out.get(i, ()) for i in range(len(out.shape)))
+    result = self.array(out, axes, partial=frozenset(over))
+    columns = result.local_shape[out_spec[1]]
+    rows = math.prod(result.local_shape) // columns
+    depth = math.prod(rhs.shape) // rhs.shape[rhs_spec[0]] // num_parts(over, self.sizes)
+    flops = 2.0 * rows * columns * depth / math.prod(params['lhs_dilation'])  # in between are zeros
+    dtype = np.dtype(lhs.dtype).name
+    self.add('product', (lhs, rhs), (result,), flops=flops, sizes=(rows, columns, depth), dtype=dtype)
+    return [result]
+
   def _ragged_dot_general(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     return self.grouped_product(eqn, inputs)
 
@@ -556,11 +577,7 @@ class _Walk:
   def grouped_product(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     """A product of rows with the matrices of their groups, or of rows with rows for the matrices' gradients."""
     out = eqn.outvars[0].aval
-    floating = [
-      x for x in inputs if x.dtype is not None and jax.dtypes.issubdtype(x.dtype, np.floating) and len(x.shape) >= 2
-    ]
-    floating += [x for x in inputs if x.dtype is not None and np.dtype(x.dtype) == np.int8 and len(x.shape) >= 2]
-    lhs, rhs = floating[0], floating[1]
+    lhs, rhs, *_ = _matrices(inputs)
     axes = lhs.axes[:1] + ((),) * (len(out.shape) - 1) if len(out.shape) == len(lhs.shape) else None
     outputs = [self.array(var.aval, axes if var is eqn.outvars[0] else None) for var in eqn.outvars]
     rows = max(lhs.local_shape[0], lhs.local_shape[-1]) if len(lhs.shape) == 2 else math.prod(lhs.local_shape[:-1])
@@ -581,23 +598,17 @@ class _Walk:
     return outputs
 
   def _pallas_call(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-    name = str(eqn.params.get('name') or eqn.params.get('name_and_src_info', ''))
-    if 'splash' in name or 'flash' in name:
+    kernel = eqn.params['jaxpr']
+    name = str(eqn.params.get('name') or kernel.debug_info.func_name)
+    if ('splash' in name or 'flash' in name) and len(_queries_keys_values(inputs)) >= 3:
       return self.attention_kernel(eqn, inputs, name)
-    if 'gmm' in name or 'grouped' in name or name == 'kernel':
+    if 'dot_general' in str(kernel) and len(_matrices(inputs)) >= 2:
       return self.grouped_product(eqn, inputs)
-    return (
-      self.grouped_product(eqn, inputs)
-      if len([x for x in inputs if len(x.shape) >= 2]) > 1
-      else self.elementwise(eqn, inputs)
-    )
+    return self.elementwise(eqn, inputs)
 
   def attention_kernel(self, eqn: Any, inputs: list[Array], name: str) -> list[Array]:
     """An attention kernel: products of queries with keys, of which a causal or windowed one skips blocks."""
-    arrays = [
-      x for x in inputs if len(x.shape) >= 3 and x.dtype is not None and jax.dtypes.issubdtype(x.dtype, np.floating)
-    ]
-    query, key, value = arrays[:3]
+    query, key, value, *_ = _queries_keys_values(inputs)
     is_cudnn = 'fmha' in name or 'dot_product_attention' in name
     is_backward = 'bwd' in name or 'Backward' in name or 'dkv' in name or 'dq' in name
     if is_cudnn:  # [B, T, H, K]
@@ -667,7 +678,7 @@ class _Walk:
     )
     return [result]
 
-  _scatter = _scatter_add
+  _scatter = _scatter_mul = _scatter_min = _scatter_max = _scatter_sub = _scatter_add
 
   def _iota(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     result = self.array(eqn.outvars[0].aval, is_uniform=True)
@@ -809,6 +820,19 @@ class _Walk:
     assert best is not None
     self.operations, self.known = outer + best[1], known
     return best[2]
+
+
+def _matrices(inputs: Sequence[Array]) -> list[Array]:
+  """Returns the operands of a grouped product, without its groups' sizes."""
+  matrices = [x for x in inputs if x.dtype is not None and len(x.shape) >= 2]
+  floating = [x for x in matrices if jax.dtypes.issubdtype(x.dtype, np.floating)]
+  return floating + [x for x in matrices if np.dtype(x.dtype) == np.int8]
+
+
+def _queries_keys_values(inputs: Sequence[Array]) -> list[Array]:
+  """Returns the operands of an attention kernel; other arrays follow."""
+  arrays = (x for x in inputs if x.dtype is not None and len(x.shape) >= 3)
+  return [x for x in arrays if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
 def _reshaped_axes(x: Array, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Axes:

@@ -1,6 +1,7 @@
 """What one device does in a step: FLOPs, bytes of collectives, of memory and of copies to the host, counted by hand."""
 
 import jax
+from jax.experimental import pallas as pl
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,6 +118,57 @@ def test_inside_a_shard_map_collectives_are_written_out():
     ('all_gather', 'data'): 16 * 16 * 2 * 3 / 4,
     ('reduce_scatter', 'mdl'): 16 * 16 * 2 / 2,
   }
+
+
+IMAGES, KERNEL = spec(8, 16, 16, 32, split=('data',)), spec(3, 3, 32, 64, split=(None, None, None, 'mdl'))
+CONVOLVED = 2 * (2 * 16 * 16 * 32) * (3 * 3 * 32)
+
+
+def convolve(kernel, images):
+  return jax.lax.conv_general_dilated(images, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+
+def test_convolutions_are_products():
+  """By output elements, window and input features of one device; so is the kernel's gradient."""
+  assert flops(walked(convolve, KERNEL, IMAGES)) == CONVOLVED
+  loss = lambda *arguments: jnp.sum(jnp.square(convolve(*arguments)).astype(jnp.float32))
+  assert flops(walked(jax.value_and_grad(loss), KERNEL, IMAGES)) == 2 * CONVOLVED
+  depthwise = lambda x, kernel: jax.lax.conv_general_dilated(
+    x, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'), feature_group_count=32
+  )
+  assert flops(walked(depthwise, spec(8, 16, 32, split=('data',)), spec(3, 1, 32))) == 2 * (2 * 16 * 32) * 3
+
+
+def copy_kernel(x_ref, scale_ref, out_ref):
+  out_ref[...] = x_ref[...] * scale_ref[...]
+
+
+def product_kernel(x_ref, w_ref, out_ref):
+  out_ref[...] = x_ref[...] @ w_ref[...]
+
+
+def call_kernel(kernel, shape, dtype='bfloat16'):
+  return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(shape, dtype))
+
+
+@pytest.mark.parametrize(
+  'function, arguments, num_flops',
+  [
+    (call_kernel(copy_kernel, (64, 32)), (spec(64, 32), spec(1, 32)), 0),
+    (call_kernel(copy_kernel, (64, 32), 'int32'), (spec(64, 32, dtype='int32'), spec(1, 32, dtype='int32')), 0),
+    (call_kernel(product_kernel, (64, 16)), (spec(64, 32), spec(32, 16)), 2 * 64 * 32 * 16),
+    (lambda table, ids, rows: table.at[ids].min(rows), (spec(64, 32), spec(8, dtype='int32'), spec(8, 32)), 0),
+    (lambda x: (jax.debug.print('{}', x[0, 0]), x @ x.T)[1], (X,), 2 * 16 * 64 * 32),
+    (lambda x: jax.lax.reduce(x, jnp.bfloat16(1), lambda a, b: a * b, (1,)), (X,), 0),
+    (lambda x: jax.nn.relu(jax.nn.silu(x)), (X,), 0),
+    (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), (X, spec(32, 32)), 2 * 16 * 32 * 32),
+    (lambda x, w: x @ w, (spec(63, 32, split=('data',)), spec(32, 15, split=(None, 'mdl'))), 2 * 16 * 32 * 8),
+    (lambda x, w: x @ w, (X, spec(32, 16, split=(None, 'data'))), 2 * 16 * 32 * 16),  # gathers the smaller operand
+  ],
+)
+def test_other_primitives(function, arguments, num_flops):
+  """FLOPs of one device; a Pallas kernel counts if it multiplies matrices."""
+  assert flops(walked(function, *arguments)) == num_flops
 
 
 def test_elementwise_operations_are_one_pass():

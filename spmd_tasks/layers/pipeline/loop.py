@@ -105,6 +105,7 @@ class Stage:
     segment_ids, segment_pos = microbatch.segment_ids, microbatch.segment_pos
 
     def run_block(layer_weights, x, rngs):
+      # What nn.apply does, but below the block's path in the model, by which `task.quantization` finds a Linear.
       scope = flax.core.Scope({'params': layer_weights}, rngs=rngs, path=self.path)
       block = self.block.clone(parent=scope, _deep_clone=True)
       return run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=self.train)
