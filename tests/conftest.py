@@ -33,7 +33,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from spmd_tasks.distributed import use_fake_devices
-from tests import forked, shared_models
+from tests import costs, forked, shared_models
 from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401  (one emulator for all directories)
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
@@ -48,10 +48,12 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='run the cases marked exhaustive too: full products of tables')
+  parser.addoption('--costs', action='store_true', help='print the CPU seconds of the dearest files and fixtures')
 
 
 def pytest_configure(config: pytest.Config) -> None:
   """Starts the server that forks processes for the tests: one for all workers of a run; none with --all."""
+  config.pluginmanager.register(costs.Costs(config))
   if not hasattr(config, 'workerinput'):
     config.add_cleanup(functools.partial(shutil.rmtree, os.environ['XDG_CONFIG_HOME'], ignore_errors=True))
   if hasattr(config, 'workerinput') or config.getoption('--all') or config.option.collectonly:

@@ -25,6 +25,7 @@ import json
 import os
 from pathlib import Path
 import pkgutil
+import resource
 import runpy
 import select
 import signal
@@ -89,6 +90,8 @@ class Server:
     self._listener.bind(path)
     self._listener.listen(64)
     self._connections: dict[int, socket.socket] = {}  # by the pid of the child
+    self._owners: dict[int, str] = {}  # by the pid too: who pays for the child (tests/costs.py)
+    self._costs = Path(path).with_name('costs')
     self._wakeup, self._write_end = os.pipe()
     os.set_blocking(self._wakeup, False)
     os.set_blocking(self._write_end, False)
@@ -103,13 +106,13 @@ class Server:
       ready, _, _ = select.select([0, self._wakeup, self._listener, *by_fd], [], [])
       for fd in by_fd.keys() & set(ready):
         os.kill(by_fd[fd], signal.SIGKILL)
-        self._end(*os.waitpid(by_fd[fd], 0))
+        self._end(*os.wait4(by_fd[fd], 0))
       if self._wakeup in ready:
         os.read(self._wakeup, 4096)
       for pid in list(self._connections):
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-          self._end(pid, status)
+          self._end(pid, status, usage)
       if 0 in ready:
         for pid in self._connections:
           os.kill(pid, signal.SIGKILL)
@@ -130,6 +133,7 @@ class Server:
       for fd in fds:
         os.close(fd)
       self._connections[pid] = connection
+      self._owners[pid] = request.env.get('PYTEST_COST_OWNER', '')
       return None
     if request.new_session:
       os.setsid()
@@ -152,7 +156,9 @@ class Server:
     for open_socket in (connection, self._listener, *self._connections.values()):
       open_socket.close()
 
-  def _end(self, pid: int, status: int) -> None:
+  def _end(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
+    with self._costs.open('a') as costs:
+      costs.write(f'{usage.ru_utime + usage.ru_stime:.3f}\t{self._owners.pop(pid)}\n')
     with self._connections.pop(pid) as connection, contextlib.suppress(OSError):
       connection.sendall(f'{status}\n'.encode())
 

@@ -26,6 +26,8 @@ import time
 # They name the servers' sockets to the processes of the tests.
 SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'
 PAX_SOCKET_VARIABLE = 'SPMD_TASKS_PAX_FORK_SERVER'
+# The file and the fixture that start a process, tab between them (tests/costs.py).
+OWNER_VARIABLE = 'PYTEST_COST_OWNER'
 # And what each imports.
 _SERVERS = {SOCKET_VARIABLE: (), PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax:PaxExperiment',)}
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -69,6 +71,12 @@ def running_extra_server(directory: Path, modules: Sequence[str] = ()) -> Iterat
     yield path
   finally:
     server.communicate()
+
+
+def cost_files() -> list[Path]:
+  """Returns the files of the running servers with lines of `seconds, owner`: the CPU seconds of ended processes."""
+  paths = [Path(os.environ[variable]).with_name('costs') for variable in _SERVERS if variable in os.environ]
+  return [path for path in paths if path.exists()]
 
 
 def server_is_gone(server: str) -> RuntimeError:

@@ -1,0 +1,89 @@
+"""Measures what each test file and each fixture costs: CPU seconds, user and system, with the processes they start.
+
+Every run writes them to `.pytest_cache/costs.json`, dearest first; `scripts/test --costs` also prints the dearest. A
+file's seconds contain the fixtures that its tests are the first to ask for. A process that tests/fork_server.py forks
+counts for the file and the fixture that started it (`OWNER_VARIABLE`), any other process once somebody waited for it.
+"""
+
+import collections
+import contextlib
+import json
+import os
+
+import pytest
+
+from tests import forked
+
+NUM_PRINTED = 20
+
+
+def cpu_seconds() -> float:
+  """Returns the CPU seconds of this process and of the children that it waited for."""
+  return sum(os.times()[:4])
+
+
+class Costs:
+  """A pytest plugin, in the one process of a run or in each worker and the process that starts them."""
+
+  def __init__(self, config: pytest.Config):
+    self._config = config
+    self._seconds = {'files': collections.Counter(), 'fixtures': collections.Counter()}
+    self._file = ''
+
+  def pytest_collection_finish(self) -> None:
+    self._seconds['files']['imports and collection'] += cpu_seconds()
+
+  @pytest.hookimpl(wrapper=True, tryfirst=True)
+  def pytest_runtest_protocol(self, item: pytest.Item):
+    self._file = item.nodeid.partition('::')[0]
+    with self._measured('files', self._file, owner=self._file):
+      return (yield)
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef):
+    name = f'{fixturedef.baseid}::{fixturedef.argname}'
+    with self._measured('fixtures', name, owner=f'{self._file}\t{name}'):
+      return (yield)
+
+  @contextlib.contextmanager
+  def _measured(self, kind: str, name: str, *, owner: str):
+    outer, before = os.environ.get(forked.OWNER_VARIABLE, ''), cpu_seconds()
+    os.environ[forked.OWNER_VARIABLE] = owner
+    try:
+      yield
+    finally:
+      os.environ[forked.OWNER_VARIABLE] = outer
+      self._seconds[kind][name] += cpu_seconds() - before
+
+  @pytest.hookimpl(optionalhook=True)
+  def pytest_testnodedown(self, node) -> None:
+    for kind, seconds in getattr(node, 'workeroutput', {}).get('costs', {}).items():
+      self._seconds[kind].update(seconds)
+
+  @pytest.hookimpl(tryfirst=True)
+  def pytest_sessionfinish(self) -> None:
+    """Sends a worker's seconds to the process that started it, which adds the forked processes and writes all."""
+    if hasattr(self._config, 'workerinput'):
+      self._config.workeroutput['costs'] = {kind: dict(seconds) for kind, seconds in self._seconds.items()}
+      return
+    for path in forked.cost_files():
+      for line in path.read_text().splitlines():
+        seconds, *owners = line.split('\t')
+        for kind, owner in zip(('files', 'fixtures'), owners):
+          self._seconds[kind][owner or 'unknown'] += float(seconds)
+    if not self._config.option.collectonly:
+      path = self._config.rootpath / '.pytest_cache' / 'costs.json'
+      path.parent.mkdir(exist_ok=True)
+      rounded = {
+        kind: {name: round(amount, 2) for name, amount in seconds.most_common()}
+        for kind, seconds in self._seconds.items()
+      }
+      path.write_text(json.dumps(rounded, indent=1))
+
+  def pytest_terminal_summary(self, terminalreporter) -> None:
+    if not self._config.getoption('--costs'):
+      return
+    for kind, seconds in self._seconds.items():
+      terminalreporter.section(f'CPU seconds of {kind}, {seconds.total():.0f} in all')
+      for name, amount in seconds.most_common(NUM_PRINTED):
+        terminalreporter.write_line(f'{amount:8.1f}  {name}')
