@@ -12,8 +12,9 @@ Read chips.py with chips.toml (published figures) and rates.toml (the share of t
 (what `v5p:4x4x2` means, and compile-only devices); plan.py (a step is compiled, or refused for its memory; why a weight
 is replicated or padded); report.py with plan_page.html. Time has one model: traced_step.py walks the step's jaxpr and
 lists what one device does, networks.py knows the links of mesh axes, and roofline.py divides work by rates. estimate.py
-takes memory from the traced step too. A compiled program is read by hlo.py (XLA's protocol buffer as typed operations)
-and program.py (how often each runs); from it collectives.py and memory.py.
+takes memory from the traced step too, in a second, so that search.py can look for faster settings. A compiled program
+is read by hlo.py (XLA's protocol buffer as typed operations) and program.py (how often each runs); from it
+collectives.py and memory.py.
 """
 
 import argparse
@@ -60,6 +61,11 @@ EXTENSION = Extension(
           is_switch=True,
           help="estimate memory and time from the traced train step, in seconds; default where the target's compiler "
           'is not installed',
+        ),
+        Flag(
+          name='search',
+          is_switch=True,
+          help='also plan other meshes, remat policies and microbatches, without compiling them: the fastest that fit',
         ),
         Flag(name='plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train'),
       ),

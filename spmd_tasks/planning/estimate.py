@@ -14,6 +14,7 @@ import jax
 from spmd_tasks.experiment import Job
 from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.operations import Block, Live
+from spmd_tasks.planning.pipeline import bubble_fraction
 from spmd_tasks.planning.roofline import roofline_terms, time_of_step
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.planning.traced_step import trace_step
@@ -34,7 +35,7 @@ def estimate_step(job: Job, model: PartitionedModel, target: Target, *, num_toke
   """
   start, chip = time.perf_counter(), target.chip
   step, networks = trace_step(model), Networks(target, job.experiment.mesh_spec())
-  terms = roofline_terms(step, chip, networks) if chip.peak_flops else []
+  terms = roofline_terms(step, chip, networks, bubble=bubble_fraction(job, model)) if chip.peak_flops else []
   memory = {name: round(amount) for name, amount in _memory(model, step).items()}
   arguments = sum(memory[name] for name in ('weights', 'optimizer', 'other_state', 'batch'))
   peak = sum(memory.values())

@@ -15,6 +15,7 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import mesh_devices
+from spmd_tasks.planning.search import search
 from spmd_tasks.planning.targets import Target, has_compiler
 
 
@@ -48,6 +49,8 @@ def run(command: Command) -> int:
   job = command.resolve(prepare=start_devices).build()
   assert target is not None
   made = make_plan(job, target, steps=(flags.plan_steps or 'train').split(','), compiles=compiles)
+  if flags.search:
+    made['search'] = search(lambda overrides: command.resolve(after=overrides), target)
   if flags.plan_out:  # before it is printed: a reader may want only the beginning
     directory = absolute_path(flags.plan_out)
     with storage_errors(directory):

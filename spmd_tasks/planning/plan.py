@@ -23,11 +23,11 @@ import numpy as np
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
-from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
 from spmd_tasks.planning.estimate import estimate_step
 from spmd_tasks.planning.memory import compiler_bytes, memory_parts
 from spmd_tasks.planning.networks import Networks
+from spmd_tasks.planning.pipeline import bubble_fraction, pipeline_report
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.roofline import Term, at_least, roofline_terms, time_of_step
 from spmd_tasks.planning.targets import Target, target_of
@@ -38,7 +38,6 @@ from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
 from spmd_tasks.runtime.tpu_options import invalid_option_error
 from spmd_tasks.sharding import AxisRules
-from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
@@ -134,7 +133,9 @@ def _terms(job: Job, model: PartitionedModel, step: str, target: Target, compile
   if step in ('prefill', 'decode'):
     return at_least(compiled['argument_bytes'], collectives, target.chip, networks)
   traced = model.train_step if step == 'train' else _eval_step(job, model)
-  return roofline_terms(trace_step(model, traced), target.chip, networks, collectives)
+  return roofline_terms(
+    trace_step(model, traced), target.chip, networks, collectives, bubble=bubble_fraction(job, model)
+  )
 
 
 def _assumptions(target: Target, model: PartitionedModel, compiles: bool) -> list[str]:
@@ -270,52 +271,6 @@ def _versions(target: Target) -> dict[str, str]:
     package = _COMPILER_PACKAGES[target.chip.platform]
     versions[package] = importlib.metadata.version(package)
   return versions
-
-
-def pipeline_report(job: Job, model: PartitionedModel) -> dict[str, Any] | None:
-  """Returns `pipeline` of plan.json; None if the model has no pipeline on this mesh.
-
-  `ticks` are what each stage processes in each tick: `F3` is the forward pass of microbatch 3, `B3` its backward pass,
-  `F3.1` the forward pass in repeat 1 of a circular pipeline, None a bubble.
-  """
-  axis = stage_axis(model.mesh.axis_names, model.axis_rules)
-  num_stages = 1 if axis is None else model.mesh.shape[axis]
-  stack = getattr(job.task.model, 'stack', None)
-  stacks = (stack, *(getattr(stack, 'stacks', None) or ()))
-  pipelined = next((each for each in stacks if isinstance(each, PipelinedStack)), None)
-  if num_stages == 1 or pipelined is None:
-    return None
-  schedule = Schedule(
-    num_stages=num_stages, num_microbatches=pipelined.num_microbatches, num_repeats=pipelined.num_repeats
-  )
-  ticks = [_ticks(pipelined.schedule, schedule, stage) for stage in range(num_stages)]
-  return {
-    'axis': axis,
-    'stages': num_stages,
-    'microbatches': pipelined.num_microbatches,
-    'repeats': pipelined.num_repeats,
-    'schedule': pipelined.schedule,
-    'num_ticks': len(ticks[0]),
-    'bubble': schedule.bubble_fraction,
-    'ticks': ticks,
-  }
-
-
-def _ticks(name: str, schedule: Schedule, stage: int) -> list[str | None]:
-  """Returns the work of a stage in each tick of a training step: forward, then backward."""
-  forward = [_forward(schedule, stage, tick) for tick in range(schedule.num_ticks)]
-  if name != 'one_forward_one_backward':  # the backward pass is the forward pass in reverse
-    return [*forward, *(work and f'B{work[1:]}' for work in reversed(forward))]
-  # A stage runs a microbatch forward again and then backward, beginning with the last stage.
-  backward = (_forward(schedule, schedule.num_stages - 1 - stage, tick) for tick in range(schedule.num_ticks))
-  return [*forward, *(work and f'{work} B{work[1:]}' for work in backward)]
-
-
-def _forward(schedule: Schedule, stage: int, tick: int) -> str | None:
-  microbatch, repeat, is_work = schedule.work(stage, tick)
-  if not is_work:
-    return None
-  return f'F{microbatch}.{repeat}' if schedule.num_repeats > 1 else f'F{microbatch}'
 
 
 # --- the layout of each weight ---

@@ -16,7 +16,8 @@ import jinja2
 Json = Mapping[str, Any]
 _COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
 _MAX_NAME = 80
-TIME_COLUMNS = ('term', 'seconds', 'share', 'work', 'rate', 'basis of the rate')
+TIME_COLUMNS = ('term', 'seconds', 'share', 'without it', 'work', 'rate', 'basis of the rate')
+SEARCH_COLUMNS = ('step', 'gain', 'MFU', 'memory', 'flags', 'why')
 WEIGHT_COLUMNS = ('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')
 _SHORTER = (
   (re.compile(r'^jit\(\w+\)/'), ''),
@@ -44,6 +45,8 @@ def format_plan(plan: Json) -> str:
     lines += _section('largest at the peak', step['largest'][:8])
     lines += _section('collectives, sent by one device in a step', step['collectives'], 12)
     lines += _section('time of a step', [TIME_COLUMNS, *step['time']] if step['time'] else [])
+  for title, rows in _search(plan).items():
+    lines += _section(title, [SEARCH_COLUMNS, *rows], 12)
   weights = [WEIGHT_COLUMNS, *map(_weight, plan['weights'])]
   lines += _section('weights, the largest on a device first', weights, 13)
   if pipeline:
@@ -74,6 +77,8 @@ def plan_page(plan: Json) -> str:
     weight_columns=WEIGHT_COLUMNS,
     weights=[_weight(row) for row in plan['weights']],
     pipeline=plan['pipeline'] and _pipeline(plan['pipeline']),
+    search=_search(plan),
+    search_columns=SEARCH_COLUMNS,
     time_columns=TIME_COLUMNS,
     whose=_whose(plan),
     made=f'Compiled by {_COMPILERS[plan["compiler"]]}' if plan['compiler'] else 'Estimated from the traced step',
@@ -127,6 +132,7 @@ def _figures(plan: Json) -> list[tuple[str, str, str]]:
   rows = []
   if plan['predicted_step_s'] is not None:
     rows.append(('predicted step', duration(plan['predicted_step_s']), f'{_limit(plan["terms"])} limit it'))
+    rows += _math_and_comms(plan['terms'])
   if plan['predicted_mfu'] is not None:
     rows.append(('predicted MFU', percent(plan['predicted_mfu']), 'of the bfloat16 peak'))
   if plan['tokens_per_s_per_chip'] is not None:
@@ -134,6 +140,19 @@ def _figures(plan: Json) -> list[tuple[str, str, str]]:
   if plan['pipeline']:
     rows.append(('pipeline bubble', percent(plan['pipeline']['bubble']), 'of the ticks'))
   rows.append(('arguments', size(plan['argument_bytes']), f'+ {size(plan["temp_bytes"])} temporaries'))
+  return rows
+
+
+def _math_and_comms(terms: Sequence[Json]) -> list[tuple[str, str, str]]:
+  """Returns T_math, and T_comms with the FLOPs for each byte that is sent, if any is."""
+  math_terms = [term for term in terms if term['unit'] == 'FLOP']
+  networks = [term for term in terms if term['name'].startswith('network ')]
+  flops, sent = (sum(term['work'] for term in group) for group in (math_terms, networks))
+  seconds = [sum(term['seconds'] for term in group) for group in (math_terms, networks)]
+  rows = [('T_math', duration(seconds[0]), f'{quantity(flops, "FLOP")} per device')]
+  if sent:
+    intensity = f'{quantity(sent, "B")} sent, {quantity(flops / sent, "FLOP")} per byte'
+    rows.append(('T_comms', duration(seconds[1]), f'not hidden; {intensity}'))
   return rows
 
 
@@ -150,6 +169,7 @@ def _step(step: Json) -> dict[str, Any]:
       term['name'],
       duration(term['seconds']),
       percent(term['seconds'] / seconds),
+      duration(seconds - term['seconds']),
       quantity(term['work'], term['unit']),
       quantity(term['rate'], f'{term["unit"]}/s'),
       ': '.join(filter(None, (term['basis'], term['source']))),
@@ -170,6 +190,40 @@ def _step(step: Json) -> dict[str, Any]:
     'collectives': _collectives(step['collectives']),
     'time': time,
   }
+
+
+def _search(plan: Json) -> dict[str, list[tuple[str, ...]]]:
+  """Returns the tables of `--search` by title."""
+  search = plan.get('search')
+  if not search:
+    return {}
+  start = search['start']
+  plans = f'{search["num_plans"]} plans in {search["seconds"]:.0f} s'
+  best = f'the fastest that fits, and others with less memory, of {plans}'
+  single = [row for row in search['single'] if row['predicted_step_s'] < 2 * start['predicted_step_s']]
+  tables = {
+    best: search['best'],
+    f'nothing fits, of {plans}; what needs least': [] if search['best'] else search['nearest'],
+    'what one change alone does': single,
+  }
+  return {title: [_setting(row, start) for row in rows] for title, rows in tables.items() if rows}
+
+
+def _setting(row: Json, start: Json) -> tuple[str, ...]:
+  seconds = start['predicted_step_s']
+  why = [
+    f'{name} {"-" if change < 0 else "+"}{duration(abs(change))}'
+    for name, change in list(row['changes_s'].items())[:3]
+    if abs(change) > 0.005 * seconds
+  ]
+  return (
+    duration(row['predicted_step_s']),
+    f'{row["gain_s"] / seconds:+.1%}',
+    '-' if row['predicted_mfu'] is None else percent(row['predicted_mfu']),
+    size(row['peak_bytes']) + ('' if row['fits'] else ', too much'),
+    row['flags'] or '(as it is)',
+    ', '.join(why),
+  )
 
 
 def _collectives(collectives: Sequence[Json]) -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.operations import Block, Operation, memory_passes
 
 _LOW_PRECISION = ('int8', 'uint8', 'float8_e4m3fn', 'float8_e5m2')
+_PIPELINED = '._pipelined/'  # in the names of operations of stages: PipelinedStack._pipelined
 _FORWARD_SHARE, _BACKWARD_SHARE = 1 / 4, 1 / 2  # of a step, beside which copies to the host run, and back
 
 
@@ -31,7 +32,7 @@ class Term:
   """What a step spends on one resource.
 
   Attributes:
-    name: 'products', 'experts', 'attention', 'memory', 'gathers', 'host', or 'network' with its axes.
+    name: 'products', 'experts', 'attention', 'bubbles', 'memory', 'gathers', 'host', or 'network' with its axes.
     seconds: of the step.
     work: FLOPs or bytes of one device.
     unit: 'FLOP' or 'B'.
@@ -49,7 +50,12 @@ class Term:
 
 
 def roofline_terms(
-  step: Block, chip: Chip, networks: Networks, collectives: Iterable[tuple[str, tuple[str, ...], float]] | None = None
+  step: Block,
+  chip: Chip,
+  networks: Networks,
+  collectives: Iterable[tuple[str, tuple[str, ...], float]] | None = None,
+  *,
+  bubble: float = 0.0,
 ) -> list[Term]:
   """Returns the terms of a step's time on a chip, the longest first.
 
@@ -58,6 +64,7 @@ def roofline_terms(
     chip: one with published figures.
     networks: of the mesh.
     collectives: (kind, mesh axes, bytes that one device sends) of a compiled step, in place of the traced step's.
+    bubble: the fraction of a pipeline's ticks whose results do not count; devices compute in them as in others.
   """
   assert chip.peak_flops
   assert chip.hbm_bandwidth
@@ -66,12 +73,16 @@ def roofline_terms(
   for operation, count in step.walk():
     if operation.flops and count:
       name = {'product': 'products', 'grouped': 'experts'}.get(operation.kind, operation.kind)
-      seconds[name] = seconds.get(name, 0) + count * _seconds_of_flops(operation, chip)
-      work[name] = work.get(name, 0) + count * operation.flops
+      wasted = bubble if _PIPELINED in operation.name else 0.0
+      for part, share in ((name, 1 - wasted), ('bubbles', wasted)):
+        if share:
+          seconds[part] = seconds.get(part, 0) + share * count * _seconds_of_flops(operation, chip)
+          work[part] = work.get(part, 0) + share * count * operation.flops
     elif operation.kind == 'gather':
       work['gathers'] = work.get('gathers', 0) + count * operation.bytes
   work['memory'] = passes(step)
   rates = {'products': 'matmul', 'experts': 'grouped', 'attention': 'attention', 'memory': 'hbm', 'gathers': 'gather'}
+  rates['bubbles'] = rates['products']
   terms = []
   for name, amount in work.items():
     rate = rate_of(chip, rates[name])

@@ -247,6 +247,18 @@ def test_a_pod_is_planned_without_its_compiler(monkeypatch, capsys):
   assert 'estimated in' in printed
 
 
+def test_bubbles_are_a_term_of_their_own():
+  """A stage's work is that of P - 1 microbatches more: half as much with twice as many microbatches."""
+  wasted, others = [], []
+  for num_microbatches in (4, 8):
+    job = resolve('pipeline.StdlibTiny', (f'num_microbatches={num_microbatches}',)).build()
+    work = {term['name']: term['work'] for term in make_plan(job, parse_target('v5e:2x4'), compiles=False)['terms']}
+    wasted.append(work['bubbles'])
+    others.append(work['products'])
+  assert wasted[0] == pytest.approx(2 * wasted[1])
+  assert others[0] == pytest.approx(others[1])
+
+
 @pytest.mark.parametrize(
   'flags, parts',
   [

@@ -1,0 +1,231 @@
+"""Searches the settings with which a train step is fastest: mesh, remat policy, microbatches, chunks of the logits.
+
+    found = search(resolve, target)      # resolve(overrides) returns the experiment's ResolvedConfig
+
+None of these settings changes what is learned. Each candidate is planned from its traced step (estimate.py), and
+differs in one setting from a candidate before it. The fastest one is extended first; one that needs more memory than
+there is counts as slower by as much, so that the search can pass through it: a mesh may fit only with another remat
+policy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import heapq
+import itertools
+import math
+import sys
+import time
+from typing import Any
+
+from spmd_tasks.config.resolution import ResolvedConfig
+from spmd_tasks.config.tree import walk
+from spmd_tasks.errors import UserError
+from spmd_tasks.planning.plan import make_plan
+from spmd_tasks.planning.targets import Target
+from spmd_tasks.sharding.specs import axes_of
+
+Json = dict[str, Any]
+Resolve = Callable[[Sequence[str]], ResolvedConfig]
+Paths = tuple[str, ...]
+Settings = Mapping[Paths, Any]  # the value of config paths that are set together
+
+MAX_PLANS = 60
+NUM_BEST = 5
+_WORTH = 1.25  # a candidate slower than the best one by more is not extended
+_LESS = 0.98  # of the memory of a faster one, which a slower one needs at most to be among the best
+_MESH = ('ici_mesh_shape',)
+# From the most memory of activations to the least.
+_REMAT_POLICIES = (
+  *('none', 'dots', 'dots_no_batch', 'attention_and_ffn', 'attention_offloaded_and_ffn', 'attention'),
+  *('attention_offloaded', 'full', 'full_half_offloaded', 'full_offloaded'),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+  """Settings and what their plan says."""
+
+  settings: Settings
+  plan: Json
+
+  @property
+  def seconds(self) -> float:
+    return self.plan['predicted_step_s']
+
+  @property
+  def cost(self) -> tuple[float, int]:
+    return self.seconds, self.plan['peak_bytes']
+
+  @property
+  def score(self) -> float:
+    """The seconds of a step, more if it does not fit."""
+    return self.seconds * max(1.0, self.plan['peak_bytes'] / self.plan['hbm_bytes'])
+
+
+def search(resolve: Resolve, target: Target) -> Json:
+  """Plans settings near those of an experiment.
+
+  Args:
+    resolve: resolves the experiment with more overrides.
+    target: the chips; their number stays.
+
+  Returns:
+    `search` of plan.json, see docs/planning.md.
+
+  Raises:
+    UserError: the chips' speed is not known, or the experiment as it is cannot be planned.
+  """
+  if not target.chip.peak_flops:
+    raise UserError(f'--search compares step times, of which {target.name} has none: give --target, such as v5p:4x4x4.')
+  begun = time.perf_counter()
+  resolved = resolve(())
+  plan = make_plan(resolved.build(), target, compiles=False)
+  start = Candidate(settings=_settings(resolved, plan), plan=plan)
+  planned: dict[tuple, Candidate] = {_key(start.settings): start}
+  refused: dict[tuple, Json] = {}
+  distinct, single = [start], []
+  order = itertools.count()  # of candidates with equal scores
+  queue = [(start.score, next(order), start)]
+  best = start.score
+  while queue:
+    score, _, candidate = heapq.heappop(queue)
+    if score > _WORTH * best:
+      break
+    for settings in _neighbours(candidate.settings, resolved):
+      key = _key(settings)
+      if key in planned or key in refused:
+        continue
+      if len(planned) + len(refused) >= MAX_PLANS:
+        queue.clear()
+        break
+      flags = _flags(settings, start.settings)
+      try:
+        plan = make_plan(resolve(_overrides(settings, start.settings)).build(), target, compiles=False)
+      except (UserError, ValueError, TypeError) as error:  # a user's own model may say it in its own way
+        refused[key] = {'flags': flags, 'why': str(error).splitlines()[0] if str(error) else type(error).__name__}
+        continue
+      new = Candidate(settings=settings, plan=plan)
+      is_equal = any(
+        (new.seconds, plan['peak_bytes']) == (one.seconds, one.plan['peak_bytes']) for one in planned.values()
+      )
+      planned[key] = new
+      if is_equal:  # such as `dots` and `dots_no_batch` where a kernel computes attention
+        continue
+      best = min(best, new.score)
+      distinct.append(new)
+      if candidate is start:
+        single.append(new)
+      heapq.heappush(queue, (new.score, next(order), new))
+      fastest = min((one.seconds for one in distinct if one.plan['fits']), default=math.inf)
+      found = f'the fastest that fits: {fastest:.4g} s' if fastest < math.inf else 'none fits so far'
+      print(f'plan: {len(planned)} of at most {MAX_PLANS} plans, {found}', file=sys.stderr, flush=True)
+  return {
+    'num_plans': len(planned),
+    'seconds': round(time.perf_counter() - begun, 1),
+    'start': _row(start, start),
+    'best': [_row(candidate, start) for candidate in _best(distinct)],
+    'nearest': [_row(min(distinct, key=lambda one: one.plan['peak_bytes']), start)],
+    'single': [_row(candidate, start) for candidate in sorted(single, key=lambda one: one.score)],
+    'refused': list(refused.values()),
+  }
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+  """Returns the fastest that fits, then those that are a bit slower but need less memory."""
+  best: list[Candidate] = []
+  for candidate in sorted(candidates, key=lambda one: one.seconds):
+    if candidate.plan['fits'] and (not best or candidate.plan['peak_bytes'] < _LESS * best[-1].plan['peak_bytes']):
+      best.append(candidate)
+  return best[:NUM_BEST]
+
+
+def _settings(resolved: ResolvedConfig, plan: Json) -> dict[Paths, Any]:
+  """Returns the settings of an experiment: its fields, or else the paths in its task that have one value together."""
+  experiment = resolved.experiment
+  dcn_shape = experiment.dcn_mesh_shape or itertools.repeat(1)
+  settings: dict[Paths, Any] = {_MESH: tuple(size // dcn for size, dcn in zip(plan['mesh'].values(), dcn_shape))}
+  paths: dict[tuple[str, Any], list[str]] = {}
+  for path, field in walk(resolved.parts['task'], 'task.'):
+    name = path.rpartition('.')[2]
+    if name not in _MOVES or not isinstance(field.value, int | str):
+      continue
+    if path.startswith('task.learner.') or not hasattr(experiment, name):
+      paths.setdefault((name, field.value), []).append(path)
+    else:
+      settings[(name,)] = getattr(experiment, name)
+  return settings | {tuple(same): value for (_, value), same in paths.items()}
+
+
+def _neighbours(settings: Settings, resolved: ResolvedConfig) -> Iterator[dict[Paths, Any]]:
+  """Yields the settings with one change."""
+  for paths, value in settings.items():
+    others = _meshes(value, resolved) if paths == _MESH else _MOVES[paths[0].rpartition('.')[2]](value)
+    for other in others:
+      yield {**settings, paths: other}
+
+
+def _meshes(shape: tuple[int, ...], resolved: ResolvedConfig) -> Iterator[tuple[int, ...]]:
+  """Yields the shapes in which one axis gives a factor to another; axes that split nothing get none."""
+  experiment = resolved.experiment
+  used = {axis for _, axes in experiment.axis_rules for axis in axes_of(axes)}
+  for i, size in enumerate(shape):
+    factor = next((n for n in range(2, size + 1) if size % n == 0), None)
+    for j, name in enumerate(experiment.mesh_axis_names):
+      if factor and i != j and name in used:
+        yield tuple(n // factor if k == i else n * factor if k == j else n for k, n in enumerate(shape))
+
+
+def _policies(policy: str) -> Sequence[str]:
+  """Returns the two policies that keep a bit more and a bit less; all, if `policy` names values of its own."""
+  if policy not in _REMAT_POLICIES:
+    return _REMAT_POLICIES
+  at = _REMAT_POLICIES.index(policy)
+  return [other for i, other in enumerate(_REMAT_POLICIES) if 0 < abs(i - at) <= 2]
+
+
+def _halves_and_doubles(number: int) -> list[int]:
+  return [*([number // 2] if number % 2 == 0 else []), 2 * number]
+
+
+_MOVES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+  'remat_policy': _policies,
+  'num_microbatches': _halves_and_doubles,
+  'num_logit_chunks': _halves_and_doubles,
+}
+
+
+def _key(settings: Settings) -> tuple:
+  return tuple(settings.items())
+
+
+def _changed(settings: Settings, start: Settings) -> Iterator[tuple[str, str]]:
+  for paths, value in settings.items():
+    if value != start[paths]:
+      text = ','.join(map(str, value)) if paths == _MESH else str(value)
+      yield from ((path, text) for path in paths)
+
+
+def _overrides(settings: Settings, start: Settings) -> list[str]:
+  return [f'{path}={text}' for path, text in _changed(settings, start)]
+
+
+def _flags(settings: Settings, start: Settings) -> str:
+  """Returns the flags that a user adds to a command."""
+  return ' '.join(
+    f'--{path} {text}' if (path,) == _MESH else f"--set '{path}={text}'" if ' ' in text else f'--set {path}={text}'
+    for path, text in _changed(settings, start)
+  )
+
+
+def _row(candidate: Candidate, start: Candidate) -> Json:
+  before, after = ({term['name']: term['seconds'] for term in one.plan['terms']} for one in (start, candidate))
+  names = {*before, *after}
+  changes = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in sorted(names)}
+  plan = candidate.plan
+  return {
+    'flags': _flags(candidate.settings, start.settings),
+    **{name: plan[name] for name in ('predicted_step_s', 'predicted_mfu', 'peak_bytes', 'fits', 'mesh')},
+    'limit': plan['terms'][0]['name'],
+    'gain_s': start.seconds - candidate.seconds,
+    'changes_s': dict(sorted(changes.items(), key=lambda item: -abs(item[1]))),
+  }
