@@ -6,6 +6,7 @@ Both have the same rows. The page is the template plan_page.html: it needs no ne
 follows light and dark, and can be printed.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import math
 import re
@@ -184,12 +185,18 @@ def _step(step: Json) -> dict[str, Any]:
     'memory': [(_words(name), size(part), percent(part / peak)) for name, part in held.items()],
     'shares': [100 * part / full for part in held.values()],  # percent of the bar
     'limit': limit and 100 * limit / full,
-    'largest': [
-      (size(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['part'], _layer(each)) for each in step['largest']
-    ],
+    'largest': _largest(step['largest']),
     'collectives': _collectives(step['collectives']),
     'time': time,
   }
+
+
+def _largest(arrays: Sequence[Json]) -> list[tuple[str, ...]]:
+  """Returns one row for all arrays of one shape and place."""
+  rows = [(size(x['bytes']), f'{x["dtype"]}{x["shape"]}', x['part'], _layer(x)) for x in arrays]
+  return [
+    (f'{count} x {row[0]}' if count > 1 else row[0], *row[1:]) for row, count in collections.Counter(rows).items()
+  ]
 
 
 def _search(plan: Json) -> dict[str, list[tuple[str, ...]]]:
@@ -259,7 +266,7 @@ def _layer(operation: Json) -> str:
   name = operation['op_name'] or operation['name']
   for pattern, short in _SHORTER:
     name = pattern.sub(short, name)
-  return name if len(name) <= _MAX_NAME else f'...{name[3 - _MAX_NAME :]}'  # the end says most
+  return name if len(name) <= _MAX_NAME else f'{name[: _MAX_NAME - 3]}...'
 
 
 def _words(key: str) -> str:
