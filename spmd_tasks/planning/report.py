@@ -132,7 +132,9 @@ def _figures(plan: Json) -> list[tuple[str, str, str]]:
   """Returns the main figures of the first step: label, value, note."""
   rows = []
   if plan['predicted_step_s'] is not None:
-    rows.append(('predicted step', duration(plan['predicted_step_s']), f'{_limit(plan["terms"])} limit it'))
+    assumed = plan['shares'].get('assumed')
+    basis = f'; {percent(assumed)} of it by assumed rates' if assumed else ''
+    rows.append(('predicted step', duration(plan['predicted_step_s']), f'{_limit(plan["terms"])} limit it{basis}'))
     rows += _math_and_comms(plan['terms'])
   if plan['predicted_mfu'] is not None:
     rows.append(('predicted MFU', percent(plan['predicted_mfu']), 'of the bfloat16 peak'))
