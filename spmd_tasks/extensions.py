@@ -94,6 +94,9 @@ class ExperimentKind:
   # `(experiment, parts) -> built parts`: builds `task`, `train_input`, `eval_inputs` and `decode_inputs` in place of
   # Fiddle, from what the methods of the experiment return.
   build: Reference | None = None
+  # `(Command, OpenJob) -> exit code` (command.py): runs --mode decode and decode_once for experiments whose inputs are
+  # not prompts, in place of programs/decode.py.
+  decode: Reference | None = None
   short_names: tuple[tuple[str, str], ...] = ()  # (abbreviation of the start of a name, what it abbreviates)
 
 

@@ -3,9 +3,7 @@
 Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt; metrics go to the same directory. A job
 that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
 the weights, the prompt and the seed. A job without a checkpoint decodes with the weights that it would start from, such
-as `init_from`; each line then names their place.
-
-A task with `make_decoder`, such as a Pax task, decodes its own batches in its own way.
+as `init_from`; each line then says where they are from.
 """
 
 import bisect
@@ -28,13 +26,13 @@ from spmd_tasks.decoding.decode_model import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import PromptSource, PromptTokenizer
-from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.comparison import refuse_differences
 from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.extensions import call, kind_of
 from spmd_tasks.files import StorageError, absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.progress import Progress
@@ -46,11 +44,21 @@ from spmd_tasks.runtime.metrics import PLACE_KEY, make_writer
 
 def run(command: Any) -> int:
   """Runs the modes decode and decode_once of a Command (command.py)."""
-  flags, is_watching = command.flags, command.mode == 'decode'
-  files = {'input_path': flags.decode_input, 'output_path': flags.decode_output, 'step': flags.checkpoint_step}
+  flags = command.flags
   with command.open_job() as opened:
-    own = {'emergency': opened.emergency, 'load_draft': opened.load_draft}
-    return decode(opened.job, opened.directory, watch=is_watching, **files, **own)
+    kind = kind_of(type(opened.job.experiment))
+    if kind is not None and kind.decode is not None:
+      return call(kind.decode, command, opened)
+    return decode(
+      opened.job,
+      opened.directory,
+      emergency=opened.emergency,
+      input_path=flags.decode_input,
+      output_path=flags.decode_output,
+      step=flags.checkpoint_step,
+      watch=command.mode == 'decode',
+      load_draft=opened.load_draft,
+    )
 
 
 def decode(
@@ -81,9 +89,10 @@ def decode(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
-  task = job.task
-  if task.decode is not None:
-    check_reads_tokens(job.train_input.element_spec(), task.decode)
+  settings = job.task.decode
+  if settings is None:
+    raise UserError(f'task.decode is None, so the {type(job.task).__name__} continues no prompts: set task.decode.')
+  check_reads_tokens(job.train_input.element_spec(), settings)
   sources = _sources(job, input_path)
   model = partition_job(job)
   with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:
@@ -94,22 +103,16 @@ def decode(
       if reader.guard.should_stop():
         raise PreemptedError
 
-    decoder: Any  # with `compile` and `run`
-    storage: WeightStorage | None = None
-    if task.decode is not None:
-      steps = DecodeSteps(model, draft=load_draft(model))
-      decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
-    else:
-      progress = Progress(len(sources), 0, primary=is_primary())
-      reader.stack.callback(progress.close)
-      trackers = job.experiment.trackers
-      decoder = task.make_decoder(
-        model, sources, job_log_dir, trackers=trackers, on_batch=on_step, report=progress.message
-      )
-    part = model.task.decoding_variables
+    steps = DecodeSteps(model, draft=load_draft(model))
+    decoder = Decoder(job, steps, sources, job_log_dir, output_path, on_step)
     try:
       for weights, restored, place in reader.checkpoints(
-        decoder.compile, step=step, part=part, storage=storage, watch=watch, poll_s=poll_s
+        decoder.compile,
+        step=step,
+        part=model.task.decoding_variables,
+        storage=steps.storage,
+        watch=watch,
+        poll_s=poll_s,
       ):
         for name in sources:
           decoder.run(name, weights, restored, place)
@@ -120,20 +123,14 @@ def decode(
       return reader.guard.exit_code
 
 
-def _sources(job: Job, input_path: str | None) -> dict[str, Any]:
-  """Returns the named inputs to decode. Raises a UserError if there are none, or prompts for a task of batches."""
-  if job.task.decode is None and input_path is not None:
-    raise UserError(
-      f'--decode_input {input_path} is a file of prompts, but {job.name} decodes batches of its own datasets: leave it '
-      'out, and return the inputs from decode_datasets().'
-    )
+def _sources(job: Job, input_path: str | None) -> dict[str, PromptSource]:
+  """Returns the named sources of prompts. Raises a UserError if there are none."""
   if input_path is not None:
     return {epath.Path(input_path).stem: job.experiment.prompts_of_file(input_path, job.tokenizer)}
   if not job.decode_inputs:
-    remedy = 'return some from its decode_datasets()'
-    if job.task.decode is not None:
-      remedy = 'give --decode_input FILE, or return some from its decode_inputs()'
-    raise UserError(f'experiment {job.name} has no decode inputs: {remedy}.')
+    raise UserError(
+      f'experiment {job.name} has no decode inputs: give --decode_input FILE, or return some from its decode_inputs().'
+    )
   return dict(job.decode_inputs)
 
 
@@ -141,8 +138,8 @@ class _PromptRequest(NamedTuple):
   """One prompt to decode."""
 
   prompt: Prompt
-  request: Request  # the first sample
-  num_outputs: int  # how many samples or beams are wanted
+  first_sample: Request
+  num_outputs: int  # the number of samples or beams
   matcher: Matcher | None  # constrains the form of its outputs; None: free text
 
 
@@ -164,52 +161,52 @@ class Decoder:
     self._on_step = on_step
     self._trackers = job.experiment.trackers
     self._tokenizer = PromptTokenizer(steps=steps, tokenizer=job.tokenizer, seed=job.experiment.seed)
-    self._wanted: dict[str, list[_PromptRequest]] = {}
+    self._requests: dict[str, list[_PromptRequest]] = {}
     for name, source in sources.items():
-      self._wanted[name] = []
+      self._requests[name] = []
       for number, prompt in enumerate(source.read(), start=1):
         where = f'{name}, prompt {number}'
-        request, num_outputs = self._tokenizer.request(prompt, where, number - 1)
+        first_sample, num_outputs = self._tokenizer.request(prompt, where, number - 1)
         matcher = self._tokenizer.matcher(prompt, where)
-        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher))
-    digests = dict.fromkeys(self._wanted, 0)
-    for name, requests in self._wanted.items():
-      for wanted in requests:
-        digests[name] = zlib.crc32(json.dumps(self._record(wanted)).encode(), digests[name])
+        self._requests[name].append(_PromptRequest(prompt, first_sample, num_outputs, matcher))
+    digests = dict.fromkeys(self._requests, 0)
+    for name, requests in self._requests.items():
+      for request in requests:
+        digests[name] = zlib.crc32(json.dumps(self._record(request)).encode(), digests[name])
     refuse_differences('prompts', digests, limit_s=LOOK_LIMIT_S)
 
-  def _record(self, wanted: _PromptRequest) -> dict[str, Any]:
+  def _record(self, request: _PromptRequest) -> dict[str, Any]:
     """Returns what outputs depend on beside the weights, as JSON; not kept, as a million records take much memory."""
-    return request_record(wanted.prompt, wanted.request, wanted.num_outputs, self._steps.settings)
+    return request_record(request.prompt, request.first_sample, request.num_outputs, self._steps.settings)
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""
-    prompts = [prompt for wanted in self._wanted.values() for prompt in wanted]
-    self._constrains = any(prompt.matcher is not None for prompt in prompts)
-    scores = any(prompt.request.score_prompt for prompt in prompts)
+    requests = [*itertools.chain(*self._requests.values())]
+    self._constrains = any(request.matcher is not None for request in requests)
+    scores = any(request.first_sample.score_prompt for request in requests)
     self._steps.compile(score_prompts=scores, constrain=self._constrains)
 
   def run(self, name: str, weights: Any, step: int, place: str | None = None) -> None:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`.
 
-    `place` says where the weights come from, if from no checkpoint of the job.
+    `place` is where the weights are from; None for a checkpoint of this job.
     """
-    directory, wanted = self._directory / name, self._wanted[name]
+    directory, requests = self._directory / name, self._requests[name]
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
 
     def begin(index: int) -> dict[str, Any]:
-      origin = {} if place is None else {PLACE_KEY: place}
-      return {'index': index, 'step': step} | origin | {'request': self._record(wanted[index])}
+      from_place = {} if place is None else {PLACE_KEY: place}
+      return {'index': index, 'step': step} | from_place | {'request': self._record(requests[index])}
 
-    file = DecodedFile(path, len(wanted), lambda: map(begin, range(len(wanted))))
+    file = DecodedFile(path, len(requests), lambda: map(begin, range(len(requests))))
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
-    with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
+    with contextlib.closing(file), contextlib.closing(Progress(len(requests), first, primary=is_primary())) as progress:
       title = f'step {step}{"" if place is None else f" of {place}"}  decode {name}:'
-      progress.message(f'{title} {len(wanted)} prompts to {path}')
+      progress.message(f'{title} {len(requests)} prompts to {path}')
       began, counts = time.perf_counter(), collections.Counter[str]()
-      for number, completions in _in_order(self._complete(weights, wanted[first:])):
-        index, prompt = first + number, wanted[first + number].prompt
+      for number, completions in _in_order(self._complete(weights, requests[first:])):
+        index, prompt = first + number, requests[first + number].prompt
         for text in completions:
           counts.update(outputs=1, tokens=len(text.ids), drafted=text.num_drafted, accepted=text.num_accepted)
         if is_primary():
@@ -219,10 +216,10 @@ class Decoder:
         progress.step(index + 1)
       if is_primary() and not path.exists():
         file.finish()
-      if first == len(wanted):
+      if first == len(requests):
         progress.message(f'{title} all {first} prompts are done already, in {path}')
         return
-      metrics = _metrics(len(wanted) - first, counts, time.perf_counter() - began)
+      metrics = _metrics(len(requests) - first, counts, time.perf_counter() - began)
       lost = ''
       try:
         writer = make_writer(directory, trackers=self._trackers, primary=is_primary())
@@ -236,30 +233,32 @@ class Decoder:
       share = metrics.get('accepted_draft_share')
       drafts = '' if share is None else f', {share:.0%} of drafts right'
       progress.message(
-        f'{title} {len(wanted) - first} prompts, {metrics["num_tokens"]:.0f} tokens, '
+        f'{title} {len(requests) - first} prompts, {metrics["num_tokens"]:.0f} tokens, '
         f'{metrics["tokens_per_second"]:.0f} tokens/s{again}{drafts}, in {path}{lost}'
       )
 
-  def _complete(self, weights: Any, wanted: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:
+  def _complete(self, weights: Any, requests: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:
     """Yields (number of the prompt, its outputs), in the order in which prompts finish."""
     decode = self._tokenizer.decode
     if self._steps.settings.num_beams > 1:
-      requests = [prompt.request for prompt in wanted]
-      for number, beams in search(self._steps, weights, requests, decode=decode, on_step=self._on_step):
-        yield number, beams[: wanted[number].num_outputs]
+      samples = [request.first_sample for request in requests]
+      for number, beams in search(self._steps, weights, samples, decode=decode, on_step=self._on_step):
+        yield number, beams[: requests[number].num_outputs]
       return
-    ends = list(itertools.accumulate(prompt.num_outputs for prompt in wanted))  # of each prompt's samples
-    samples = (prompt.request.as_sample(i) for prompt in wanted for i in range(prompt.num_outputs))
+    ends = list(itertools.accumulate(request.num_outputs for request in requests))  # of each prompt's samples
+    all_samples = (request.first_sample.as_sample(i) for request in requests for i in range(request.num_outputs))
     matchers = None
     if self._constrains:
-      matchers = [prompt.matcher and prompt.matcher.copy() for prompt in wanted for _ in range(prompt.num_outputs)]
+      matchers = [
+        request.matcher and request.matcher.copy() for request in requests for _ in range(request.num_outputs)
+      ]
     unfinished: dict[int, dict[int, Completion]] = {}
-    completions = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
+    completions = generate(self._steps, weights, all_samples, decode=decode, matchers=matchers, on_step=self._on_step)
     for index, completion in completions:
       number = bisect.bisect_right(ends, index)
       done = unfinished.setdefault(number, {})
       done[index] = completion
-      if len(done) == wanted[number].num_outputs:
+      if len(done) == requests[number].num_outputs:
         yield number, [done[i] for i in sorted(done)]
         del unfinished[number]
 

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs import decode
 from spmd_tasks.programs.decoded_file import DecodedFile
@@ -196,6 +198,12 @@ def test_what_cannot_be_decoded_is_said_in_a_sentence(finished_job, tmp_path, ca
   error = capfd.readouterr().err
   assert message in error
   assert 'Traceback' not in error
+
+
+def test_a_task_that_continues_no_prompts_is_refused(tmp_path):
+  job = SimpleNamespace(task=SimpleNamespace(decode=None))
+  with pytest.raises(UserError, match=r'task\.decode is None.* set task\.decode'):
+    decode.decode(job, epath.Path(tmp_path), emergency=EmergencyExit())
 
 
 def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):

@@ -80,7 +80,7 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def _prepare_pax_job(job: Any, mode: str) -> Any:
-  """Removes evals that training does not run, sets the first step to decode, and warns about ignored settings."""
+  """Removes evals that training does not run, and warns about ignored settings."""
   from absl import logging
 
   from spmd_tasks.bridges.pax._ignored_settings import describe_ignored_settings
@@ -90,9 +90,6 @@ def _prepare_pax_job(job: Any, mode: str) -> Any:
     logging.warning('%s', warning)
   if mode == 'train' and job.experiment.eval_every_steps is None:
     return dataclasses.replace(job, eval_inputs={})
-  if mode == 'decode':
-    first = job.task.task.train.decode_start_after_n_steps
-    return dataclasses.replace(job, task=dataclasses.replace(job.task, first_decoded_step=first))
   return job
 
 
@@ -116,6 +113,7 @@ EXTENSION = Extension(
       recognizes=is_pax_experiment,
       adapt='spmd_tasks.bridges.pax._experiment:as_experiment',
       build='spmd_tasks.bridges.pax._experiment:build_parts',
+      decode='spmd_tasks.bridges.pax._decode:decode',
       short_names=(('tasks.', 'paxml.tasks.'),),
     ),
   ),

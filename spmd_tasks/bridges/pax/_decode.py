@@ -1,4 +1,4 @@
-"""PaxDecoder: decodes the datasets of a Pax experiment with the model's `decode`, and writes Paxml's output files.
+"""Decodes the datasets of a Pax experiment with the model's `decode`, and writes Paxml's output files.
 
     decoder = PaxDecoder(model, job.decode_inputs, job_log_dir, trackers=('tensorboard',), on_batch=..., report=print)
     decoder.run('valid', variables, step)
@@ -30,13 +30,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from paxml import base_metrics, io_utils, metric_utils, summary_utils
-from praxis import base_hyperparams, base_layer, pax_fiddle
+from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
+from spmd_tasks import exit_codes
 from spmd_tasks.bridges.pax._input import PaxInput, flatten_batch, next_batch, string_leaves
+from spmd_tasks.command import Command, OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
 from spmd_tasks.files import make_directory, read_text, storage_errors, write_durably
+from spmd_tasks.programs.progress import Progress
+from spmd_tasks.programs.restored_weights import open_reader
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.metrics import make_writer
@@ -45,12 +51,63 @@ from spmd_tasks.runtime.task import Variables
 _AGREE_LIMIT_S = 300
 
 
+def decode(command: Command, opened: OpenJob) -> int:
+  """Runs --mode decode and decode_once of a Pax experiment; returns OK, or PreemptionGuard's exit code.
+
+  With --mode decode, checkpoints before `decode_start_after_n_steps` are skipped.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it is damaged.
+    UserError: there are no datasets, the command names a file of prompts, or PaxDecoder raises it.
+  """
+  job, flags, watch = opened.job, command.flags, command.mode == 'decode'
+  if flags.decode_input is not None:
+    raise UserError(
+      f'--decode_input {flags.decode_input} is a file of prompts, but {job.name} decodes batches of its own datasets: '
+      'leave it out, and return the inputs from decode_datasets().'
+    )
+  if not job.decode_inputs:
+    raise UserError(f'experiment {job.name} has no decode inputs: return some from its decode_datasets().')
+  model = partition_job(job)
+  with open_reader(job, model, opened.directory, 'decode', opened.emergency) as reader:
+    step = -1
+    progress = Progress(len(job.decode_inputs), 0, primary=is_primary())
+    reader.stack.callback(progress.close)
+
+    def on_batch() -> None:
+      reader.watchdog.beat(step, 'decode')
+      if reader.guard.should_stop():
+        raise PreemptedError
+
+    decoder = PaxDecoder(
+      model,
+      job.decode_inputs,
+      opened.directory,
+      trackers=job.experiment.trackers,
+      on_batch=on_batch,
+      report=progress.message,
+      first_step=job.task.task.train.decode_start_after_n_steps if watch else 0,
+    )
+    part = model.task.decoding_variables
+    try:
+      for variables, step, place in reader.checkpoints(
+        decoder.compile, step=flags.checkpoint_step, part=part, watch=watch
+      ):
+        for name in job.decode_inputs:
+          decoder.run(name, variables, step, place)
+      return exit_codes.OK
+    except PreemptedError:
+      if is_primary():
+        print(f'{reader.guard.cause}: the same command continues after what is finished.', flush=True)
+      return reader.guard.exit_code
+
+
 @dataclasses.dataclass(eq=False)
 class PaxDecoder:
   """Decodes the datasets of a job with one or more checkpoints.
 
   Attributes:
-    model: the partitioned PaxTask.
+    model: the partitioned PaxTask, whose Praxis model must define `decode`.
     inputs: the datasets by name.
     job_log_dir: the directory of the job.
     trackers: the trackers of the metrics, as in Experiment.
@@ -58,6 +115,9 @@ class PaxDecoder:
     report: prints a line to the user.
     first_step: checkpoints of earlier steps are not decoded.
     in_training: whether a training job decodes, which uses the training seed.
+
+  Raises (on construction):
+    UserError: the Praxis model does not define `decode`.
   """
 
   model: PartitionedModel
@@ -72,6 +132,9 @@ class PaxDecoder:
 
   def __post_init__(self):
     model, number = self.model, jax.ShapeDtypeStruct((), jnp.int32)
+    model_class = type(model.task.model)
+    if model_class.decode is base_model.BaseModel.decode:
+      raise UserError(f'{model_class.__name__} has no decode(), which decode jobs call: define it, or use --mode eval.')
     decode_step = functools.partial(cast(Any, model.task).decode_step, in_training=self.in_training)
     self._steps_by_shape = StepsByShape(lambda spec: model.batch_step('decode_step', spec, decode_step, number, number))
     self._steps = {name: self._steps_by_shape.of(pax_input.element_spec()) for name, pax_input in self.inputs.items()}

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from paxml import tasks_lib, trainer_lib
 
+from spmd_tasks.bridges.pax._decode import PaxDecoder
 from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.programs.hooks import EarlyEnd, StepReport, TrainHook, TrainRun
@@ -56,7 +57,7 @@ class DecodeInTraining(TrainHook):
       if run.should_stop():
         raise PreemptedError
 
-    self._decoder = task.make_decoder(
+    self._decoder = PaxDecoder(
       run.model,
       run.job.decode_inputs,
       run.job_log_dir,

@@ -20,9 +20,8 @@ from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
 from paxml import base_metrics, summary_utils, tasks_lib, train_states, trainer_lib
-from praxis import base_layer, base_model, py_utils
+from praxis import base_layer, py_utils
 
-from spmd_tasks.bridges.pax._decode import PaxDecoder
 from spmd_tasks.bridges.pax._input import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._variables import (
@@ -55,15 +54,13 @@ class PaxTask(BaseTask):
     task: the SingleTask, with its model and learner.
     input_spec: name -> global shape and dtype of the training batch, with which the model is initialized.
     eval_with_ema: whether to evaluate the optimizer's averaged weights (`eval_use_ema_states`).
-    first_decoded_step: decode jobs skip checkpoints before this step (`decode_start_after_n_steps`).
     model: the Praxis model, `task.model`.
-    decode: None, because decode jobs call the model's `decode` on batches (`make_decoder`).
+    decode: None, because the model's `decode` takes batches, not prompts (`_decode.py`).
   """
 
   task: tasks_lib.SingleTask
   input_spec: InputSpec
   eval_with_ema: bool = False
-  first_decoded_step: int = 0
   model: Any = dataclasses.field(init=False, repr=False)
   decode: None = dataclasses.field(init=False, default=None)
 
@@ -247,16 +244,6 @@ class PaxTask(BaseTask):
       summary_tensors=summary_utils.flatten_flax_summaries(updated.get(base_layer.SUMMARIES, {})),
       clu_metrics=clu_metrics,
     )
-
-  def make_decoder(self, *arguments: Any, **named: Any) -> Any:
-    """Returns the PaxDecoder of a job, with which programs.decode decodes batches instead of prompts.
-
-    Raises a UserError if the model has no `decode`.
-    """
-    if type(self.model).decode is base_model.BaseModel.decode:
-      name = type(self.model).__name__
-      raise UserError(f'{name} has no decode(), which decode jobs call: define it, or use --mode eval.')
-    return PaxDecoder(*arguments, first_step=self.first_decoded_step, **named)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables to evaluate: the trained ones, or the optimizer's averages."""
