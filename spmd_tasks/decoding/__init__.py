@@ -9,6 +9,7 @@ Read in this order:
   requests.py            Request and Chunk on the host, and the arrays of a prefill
   sampling.py            from logits to a token, with separate parameters for every row
   decode_state.py        the sequences in the slots of a model, and how they grow by a token
+  kv_cache.py            the KV cache that attention writes and attends to (cached_attention.py, paged_attention.py)
   prefill.py, step.py    what reads prompts into slots, and what generates the next token of every slot
   decode_steps.py        DecodeSteps: both, with drafts (draft_model.py) and beam search (beam.py), compiled for a mesh.
                          decode_model.py has the model that they call, with weights as weight_storage.py stores them;
