@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format with small trained tokenizers, as the families have them."""
+"""Hugging Face model folders with small trained tokenizers, as the families have them."""
 
 import json
 from pathlib import Path

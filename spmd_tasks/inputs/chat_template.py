@@ -42,7 +42,7 @@ _READS_ARGUMENTS = re.compile(_ARGUMENTS + r'(\|\s*(tojson|items)|\.items|is\s)'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-  """A Jinja template in Hugging Face's format, and the strings that end an answer. The default is a plain transcript.
+  """A Jinja chat template as in transformers, and the strings that end an answer. The default is a plain transcript.
 
   A template may use `messages`, `tools`, `documents`, `add_generation_prompt`, `bos_token`, `eos_token`, the variables
   of a request's `chat_template_kwargs`, the functions `raise_exception(message)`, `strftime_now(format)`, `namespace`

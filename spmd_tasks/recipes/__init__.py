@@ -6,8 +6,8 @@
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()` and `embedding()`, and the rest
 from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one and call `super()`. Read
 `text_training.py` (all but the model) and `dense.py` first; `mixture_of_experts.py`, `pipelined.py` and
-`encoder_decoder.py` override what differs. Models from a folder in Hugging Face's
-format are in `bridges/huggingface/experiments.py`; the package `tuning` tunes such a model.
+`encoder_decoder.py` override what differs. Bases for Hugging Face models are in `bridges/huggingface/experiments.py`
+and in the package `tuning`.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

@@ -1,4 +1,4 @@
-"""Conversations as text: templates in Hugging Face's format, and errors in them."""
+"""Conversations as text: chat templates of transformers, and errors in them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
