@@ -195,7 +195,7 @@ class Loss(Protocol):
     del task, variables, num_microbatches
     return batch
 
-  def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
+  def may_have_empty_microbatches(self, batch: Mapping[str, jax.Array]) -> bool:
     """Returns whether the last microbatches of a batch may be padding only, so that the step may skip them."""
     del batch
     return False

@@ -65,8 +65,7 @@ class BaseTask(Protocol):
 
   Attributes:
     model: the model, as its framework represents it.
-    decode: how text is generated from prompts; None if decode jobs pass the batches of `decode_inputs` to
-      `make_decoder`.
+    decode: how text is generated from prompts; None if the model does not continue prompts.
     num_microbatches: the number of microbatches into which `train_step` splits a batch.
     max_consecutive_skips: the training program stops after this many consecutive skipped steps.
   """
@@ -152,10 +151,6 @@ class BaseTask(Protocol):
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables to generate text with."""
     return self.evaluation_variables(state)
-
-  def make_decoder(self, *arguments: Any, **named: Any) -> Any:
-    """Makes the decoder of a task whose `decode` is None; see programs/decode.py for its arguments and methods."""
-    raise UserError(f'a {type(self).__name__} continues prompts: set task.decode, which is None.')
 
   def as_task(self, reader: str) -> 'Task':
     """Returns self as a Task, for a `reader` such as '--mode serve' that needs its Linen model, loss or learner.
@@ -384,9 +379,9 @@ class Task(BaseTask):
       batch = dict(self.loss.prepare_whole_batch(self, state.variables, batch, learner.num_microbatches))
       settings = learner.num_microbatches, learner.accumulation
       is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)
-      skips = self.loss.fills_first_parts(batch)
+      skips_empty = self.loss.may_have_empty_microbatches(batch)
       output, gradients = accumulate_gradients(
-        loss_fn, trained, batch, rng, *settings, is_sum=is_sum, skips_empty=skips
+        loss_fn, trained, batch, rng, *settings, is_sum=is_sum, skips_empty=skips_empty
       )
     weights, learner_state, learner_metrics = learner.update(
       gradients,

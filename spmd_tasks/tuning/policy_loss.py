@@ -83,8 +83,8 @@ class PolicyLoss(ReferenceLoss):
   def compares_with_base(self) -> bool:
     return super().compares_with_base and self.kl_weight > 0
 
-  def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
-    """Whether the last microbatches may be empty, so that the step has to check how many to compute."""
+  def may_have_empty_microbatches(self, batch: Mapping[str, jax.Array]) -> bool:
+    """Returns whether the last microbatches may be padding only, so that the step may skip them."""
     return _is_packed(batch)
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:

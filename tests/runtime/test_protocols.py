@@ -60,8 +60,8 @@ class Hooks(Loss):
     self.called.append('prepare_batch')
     return batch | {'target': jax.lax.stop_gradient(task.predict(variables, batch))}
 
-  def fills_first_parts(self, batch):
-    self.called.append('fills_first_parts')
+  def may_have_empty_microbatches(self, batch):
+    self.called.append('may_have_empty_microbatches')
     return False
 
   def __call__(self, predictions, batch):
@@ -73,7 +73,7 @@ def test_the_hooks_of_a_loss_are_called_in_a_step_with_microbatches():
   loss = Hooks()
   model = partition(Task(model=Linear(), loss=loss, learner=Learner(optimizer=optax.sgd(0.1), num_microbatches=2)))
   _, metrics = model.train_step(model.init(0), model.train_step.place(batch_of()))
-  assert set(loss.called) == {'check_weights', 'prepare_whole_batch', 'prepare_batch', 'fills_first_parts'}
+  assert set(loss.called) == {'check_weights', 'prepare_whole_batch', 'prepare_batch', 'may_have_empty_microbatches'}
   # The target is the prediction plus the mean of the whole batch.
   np.testing.assert_allclose(metrics['loss'], batch_of()['y'].mean() ** 2, rtol=1e-5)
 

@@ -108,8 +108,8 @@ def test_packed_texts_have_the_same_loss_and_gradient_as_unpacked_texts(method):
   expected, gradient = value_and_gradient(wide)
   value, packed_gradient = value_and_gradient(packed)
   without_segments = {name: x for name, x in packed.items() if name != 'segment_ids'}
-  assert loss.fills_first_parts(packed)
-  assert not loss.fills_first_parts(without_segments)
+  assert loss.may_have_empty_microbatches(packed)
+  assert not loss.may_have_empty_microbatches(without_segments)
   assert loss.ratio != 'token' or value_and_gradient(without_segments)[0] == value
   np.testing.assert_allclose(value, expected, rtol=1e-6)
   expected_gradient = pack(wide | {'logits': np.asarray(gradient)}, 4, pad_id=0)['logits']
