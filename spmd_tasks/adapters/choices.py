@@ -5,8 +5,8 @@
     y = linear(x)                                                                     # x [B, T, I]
 
 The adapters are stacked, so that one compiled step computes any mix of them (Chen et al., "Punica", 2023; Sheng et al.,
-"S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Adapter 0 is all zeros: its rows are bit for bit the kernel's
-alone. No row depends on the adapters of other rows.
+"S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Adapter 0 is all zeros: rows that select it have, bit for bit, the
+outputs of the kernel alone. No row depends on the adapters of other rows.
 
 Shapes: B rows, T tokens, N adapters including adapter 0, I the dims of a kernel that are contracted, O its other dims,
 R rank.
@@ -30,7 +30,7 @@ _MAX_ADAPTERS_PER_ROW = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterChoices(WeightAdapter):
-  """The settings of stacked adapters, which are read from elsewhere, with their scales included in B.
+  """Settings of stacked adapters. Their weights are restored from elsewhere, with the scales multiplied into B.
 
   Attributes:
     rank: the largest rank.

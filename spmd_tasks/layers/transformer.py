@@ -48,12 +48,13 @@ if TYPE_CHECKING:
 Aux = Mapping[str, Statistics]
 
 # The `checkpoint_name` of discrete decisions, such as a router's choice of experts, and of small values derived from
-# them. Every remat policy keeps them: a recomputed decision may differ from the first.
+# them. Every remat policy saves them: a recomputed decision may differ from the first.
 ROUTING_NAME = 'routing'
 
-LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer, for policies that move it elsewhere
-_KEPT_INPUT_NAME = 'kept_layer_input'  # of the features that a policy with a part of them does not move
-_MOVED_PARTS = {'full_quarter_offloaded': 4, 'full_half_offloaded': 2}  # one of so many parts of the features moves
+LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of a layer's input
+# Policies that offload the first 1/N of the features of a layer's input, with N, and the `checkpoint_name` of the rest.
+_OFFLOADED_PARTS = {'full_quarter_offloaded': 4, 'full_half_offloaded': 2}
+_KEPT_INPUT_NAME = 'kept_layer_input'
 
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
@@ -69,32 +70,32 @@ def _offloaded(*names: str, saved: tuple[str, ...] = ()) -> Callable[..., Any]:
   )
 
 
-# Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory of the
-# device to least.
+# Name -> `jax.checkpoint` policy: which values of a layer are saved for its backward pass, or offloaded to the host.
+# From most device memory to least.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-  # No remat: everything is kept.
+  # No remat: saves everything.
   'none': None,
-  # Keeps the results of all matmuls, including attention's [B, H, T, T] logits where no kernel avoids them.
+  # Saves the results of all matmuls, including attention's [B, H, T, T] logits unless a kernel avoids them.
   'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing_and_attention),
-  # Keeps the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed.
+  # Saves the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed.
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
-  # Keeps what 'attention' keeps, and the pre-activations of dense feed-forward networks: one product is computed again.
+  # Saves what 'attention' saves, and the pre-activations of dense feed-forward networks: one product is recomputed.
   'attention_and_ffn': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention, PRE_ACTIVATIONS_NAME),
-  # Keeps the same, but on the device the pre-activations alone, the rest in the memory of the host.
+  # The same, with everything but the pre-activations offloaded.
   'attention_offloaded_and_ffn': _offloaded(LAYER_INPUT_NAME, *_attention, saved=(PRE_ACTIVATIONS_NAME,)),
-  # Keeps the input of each layer, and the inputs and results of an attention kernel, whose recomputation costs most.
+  # Saves the input of each layer, and the inputs and results of an attention kernel, whose recomputation costs most.
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention),
-  # Keeps the input of each layer only.
+  # Saves the input of each layer only.
   'full': _routing,
-  # Keeps the input of each layer only, a quarter of its features in the memory of the host.
+  # Saves the input of each layer only, with a quarter of its features offloaded.
   'full_quarter_offloaded': _offloaded(LAYER_INPUT_NAME, saved=(_KEPT_INPUT_NAME,)),
-  # Half of them.
+  # The same, with half of the features offloaded.
   'full_half_offloaded': _offloaded(LAYER_INPUT_NAME, saved=(_KEPT_INPUT_NAME,)),
-  # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation.
+  # Offloads what 'attention' saves: transfers instead of recomputation.
   'attention_offloaded': _offloaded(LAYER_INPUT_NAME, *_attention),
-  # Keeps the input of each layer only, in the memory of the host.
+  # Offloads the input of each layer, and saves nothing else.
   'full_offloaded': _offloaded(LAYER_INPUT_NAME),
 }
 
@@ -102,8 +103,15 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 # What a policy can save or offload by name: a layer's input, attention's inputs (all, or one of them), results and
 # output, and the pre-activations and the output of a feed-forward layer.
 REMAT_NAMES = (
-  *(LAYER_INPUT_NAME, ATTENTION_INPUTS_NAME, 'query', 'key', 'value', ATTENTION_NAME, 'attention_output'),
-  *(PRE_ACTIVATIONS_NAME, 'ffn_output'),
+  LAYER_INPUT_NAME,
+  ATTENTION_INPUTS_NAME,
+  'query',
+  'key',
+  'value',
+  ATTENTION_NAME,
+  'attention_output',
+  PRE_ACTIVATIONS_NAME,
+  'ffn_output',
 )
 _SAVE_OR_OFFLOAD = re.compile(r'(?:save\(([\w, ]+)\))?\s*(?:offload\(([\w, ]+)\))?')
 
@@ -130,10 +138,10 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
 
 def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
   """Names the input of a layer for the remat policy `policy`."""
-  if policy not in _MOVED_PARTS:
+  if policy not in _OFFLOADED_PARTS:
     return checkpoint_name(x, LAYER_INPUT_NAME)
-  moved, kept = jnp.split(x, [x.shape[-1] // _MOVED_PARTS[policy]], axis=-1)
-  named = checkpoint_name(moved, LAYER_INPUT_NAME), checkpoint_name(kept, _KEPT_INPUT_NAME)
+  offloaded, kept = jnp.split(x, [x.shape[-1] // _OFFLOADED_PARTS[policy]], axis=-1)
+  named = checkpoint_name(offloaded, LAYER_INPUT_NAME), checkpoint_name(kept, _KEPT_INPUT_NAME)
   return jnp.concatenate(named, axis=-1)
 
 
@@ -185,15 +193,15 @@ class TransformerBlock(WithSublayers, kw_only=True):
     """
     if encoded is not None and self.cross_attention is None:
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
-    ids, positions = {'segment_ids': segment_ids}, {'segment_pos': segment_pos}
-    arguments = {**ids, **positions, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
+    segments = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
+    arguments = {**segments, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
     x, attention_aux = self._add('attention', self.attention, x, train, arguments, token_mask)
     cross_aux: Aux = {}
     if self.cross_attention is not None:
-      arguments = {**ids, **positions, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
+      arguments = {**segments, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
       x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, arguments, token_mask)
-    ids = ids if token_mask is None else {'segment_ids': token_mask.astype(jnp.int32)}
-    x, aux = self._add('ffn', self.ffn, x, train, ids, token_mask)
+    ffn_ids = segment_ids if token_mask is None else token_mask.astype(jnp.int32)  # id 0 is padding
+    x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask)
     return x, {**attention_aux, **cross_aux, **aux}
 
   @nn.nowrap
@@ -225,7 +233,8 @@ class TransformerStack(WithSublayers, kw_only=True):
     num_layers: L.
     scan: whether the compiled program has a loop over layers, or L copies of its body. Programs that generate on a GPU
       always have copies: a loop would copy each layer's weights, see decoding/weight_storage.py.
-    remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
+    remat_policy: which values each layer saves for its backward pass: a name in REMAT_POLICIES, or the values by name,
+      such as 'save(query, key) offload(layer_input)'.
   """
 
   block: nn.Module
@@ -259,7 +268,7 @@ class TransformerStack(WithSublayers, kw_only=True):
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
   """Returns the lifted function (block, x, arguments by name) -> (x, aux [L, ...]) that runs L layers.
 
-  Layers get the KV caches of all layers, and their own number: a scan over caches would copy the cache of each layer.
+  In generation, each layer gets the KV caches of all layers and its own number: a scan over the caches would copy each.
   """
   cache = current_layer_scope().cache
 

@@ -257,8 +257,9 @@ class Learner(BaseLearner):
       extra_args = {'is_finite': is_finite, 'learning_rate': learning_rate, 'value': loss, 'step': step}
       return transformation.update(grads, opt_state, _float32(optimized_weights), **extra_args)
 
-    is_unread = jax.tree.map(lambda _: False, optimized_grads)
-    if not isinstance(self.optimizer, OptimizerSettings):  # these read all gradients
+    if isinstance(self.optimizer, OptimizerSettings):  # an optimizer of our own, which reads all gradients
+      is_unread = jax.tree.map(lambda _: False, optimized_grads)
+    else:
       is_unread = unread_gradients(optimize, optimized_grads, state.opt_state)
     optimized_grads = jax.tree.map(lambda g, unread: jnp.zeros_like(g) if unread else g, optimized_grads, is_unread)
     grad_norm = global_norm(optimized_grads, optimized_specs)
@@ -284,6 +285,7 @@ class Learner(BaseLearner):
       ema_weights = keep_if_finite(is_finite, average, ema_weights)
 
     def without_unread(tree: Any) -> Any:
+      """Replaces the leaves of weights whose gradients are not read by None."""
       return jax.tree.map(lambda _, leaf, unread: None if unread else leaf, weight_specs, tree, is_unread)
 
     skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
@@ -315,7 +317,10 @@ class Learner(BaseLearner):
 
 
 def multiply_by_factors(weights: Any, weight_specs: Any, factors: Any) -> Any:
-  """Multiplies weights [..., H, K] by factors [stacked..., H, K], in whose names '.' replaces a weight's last '/'."""
+  """Multiplies weights [..., H, K] by factors [stacked..., H, K].
+
+  The factor of weight `attention/query/kernel` is named `attention/query.kernel`.
+  """
   factors_by_name = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
 
   def multiply(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ _TPU_OPTIONS = {
   'xla_tpu_overlap_compute_collective_tc': 'true',
 }
 
-# The libtpu of jax 0.11 (0.0.48) accepts this option only for v5e; Ironwood's published commands turn it off.
+# The libtpu of jax 0.11 (0.0.48) can turn this option on only for v5e; Ironwood's published commands turn it off.
 _FUSE_GATHERS = 'xla_tpu_enable_async_collective_fusion_fuse_all_gather'
 
 _OPTIONS_BY_KIND = {
