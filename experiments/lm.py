@@ -227,7 +227,7 @@ class Llama70BOnV6e(Llama70B):
 
 
 def _shard_down_over_ffn_dim(ffn: fdl.Config[GatedFeedForward]) -> fdl.Config[GatedFeedForward]:
-  """Shards the kernel `down` [F, D] over F, the major dim of its gradient on TPUs; sharding D would need a copy."""
+  """Shards the kernel `down` [F, D] on F, over the axes of 'embed': on TPUs its gradient is major in F."""
   return fdl.copy_with(ffn, down_split_dims=('embed', None))
 
 

@@ -62,7 +62,7 @@ class Experiment(FrozenFields, abc.ABC):
     UserError: a field has an invalid value; the message names it.
   """
 
-  # The fields that may name the job that `init_from_step` refers to.
+  # `init_from_step` is a step of the job that one of these fields names.
   _origin_fields: ClassVar[tuple[str, ...]] = ('init_from',)
   _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({'checkpoint_every_steps': 'checkpoint_every'})
   _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType(
@@ -81,9 +81,9 @@ class Experiment(FrozenFields, abc.ABC):
   dcn_mesh_shape: tuple[int, ...] | None = None
   # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
-  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. A
-  # field that is set later (in a subclass or by --set) wins over the layout. To change the layout of an experiment,
-  # write a subclass: dataclasses.replace sets all fields at once, so the old values would win.
+  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), sets the four fields above. A
+  # field wins over the layout if the same class, a subclass or --set sets it. To change the layout of an experiment,
+  # write a subclass: dataclasses.replace passes all fields to the constructor, so the four old values would win.
   mesh: MeshLayout | None = None
   # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs are sharded on the batch only.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
@@ -144,9 +144,9 @@ class Experiment(FrozenFields, abc.ABC):
     if self.mesh is not None:
       axes = self.mesh.axes()
       for name in MESH_FIELDS:
-        if self.setter_rank(name) > self.setter_rank('mesh'):
+        if self.setter_rank('mesh') < self.setter_rank(name):  # a subclass of the field's class sets the layout
           object.__setattr__(self, name, getattr(axes, name))
-    self.mesh_spec()
+    self.mesh_spec()  # raises a UserError for axes or sizes that do not fit together
     if isinstance(self.axis_rules, Mapping):
       object.__setattr__(self, 'axis_rules', tuple(self.axis_rules.items()))
     if self.axis_rules == DEFAULT_AXIS_RULES:
@@ -299,7 +299,7 @@ class Job:
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
   decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)
-  code_directories: tuple[Path, ...] = ()  # where the functions are that the config may name (references.py)
+  code_directories: tuple[Path, ...] = ()  # of the code whose functions the config may name (references.py)
 
   def __post_init__(self):
     for field in ('eval_inputs', 'decode_inputs'):

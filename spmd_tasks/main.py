@@ -75,7 +75,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
-  """Runs one command; `called` is that of Command."""
+  """Runs one command; `called` is when `run` was called, None in a process that was started for the command."""
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
@@ -118,7 +118,7 @@ def _print_version() -> int:
       return f'{package} (not installed)'
 
   print(', '.join([*map(version, ('spmd-tasks', 'jax', 'jaxlib')), f'Python {platform.python_version()}']))
-  return _printed()
+  return _flush_stdout()
 
 
 def _print_list() -> int:
@@ -128,15 +128,15 @@ def _print_list() -> int:
   experiments = list_experiments()
   width = max(len(name) for name, _ in experiments) + 2
   print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
-  return _printed()
+  return _flush_stdout()
 
 
 def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
-  from spmd_tasks.extensions import call, expand, require
+  from spmd_tasks import extensions
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
 
-  if (code := expand(args)) is not None:
+  if (code := extensions.expand(args)) is not None:  # an extension's flags may end the command
     return code
   modes = {mode.name: mode for mode in all_modes()}
   if args.print_config:
@@ -148,19 +148,19 @@ def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
     raise UserError(NO_DIRECTORY)
   check_flags_of_mode(args, mode, all_modes())
   if mode.extra is not None:
-    require(mode.extra, *mode.packages, wants=f'--mode {mode.name}')
+    extensions.require(mode.extra, *mode.packages, wants=f'--mode {mode.name}')
   if args.process_id:
     silence()
   set_activity('importing', say_now=True)
   _import_jax()
   from spmd_tasks.command import Command
 
-  code = call(mode.run, Command(flags=args, mode=mode.name, called=called))
-  return _printed() if mode.prints_result and code == exit_codes.OK else code
+  code = extensions.call(mode.run, Command(flags=args, mode=mode.name, called=called))
+  return _flush_stdout() if mode.prints_result and code == exit_codes.OK else code
 
 
-def _printed() -> int:
-  """Returns the exit code of a command whose result is printed: FAILED if stdout could not be written."""
+def _flush_stdout() -> int:
+  """Flushes stdout; returns the command's exit code: FAILED if any output could not be written."""
   sys.stdout.flush()
   if (error := stdout_error()) is None:
     return exit_codes.OK
@@ -189,7 +189,7 @@ def _print_config(args: 'argparse.Namespace') -> int:
   command = Command(flags=args)
   command.use_fake_devices()
   print(format_config(to_json(command.resolve())))
-  return _printed()
+  return _flush_stdout()
 
 
 if __name__ == '__main__':

@@ -56,7 +56,8 @@ def _parts(value: Any) -> Any:
 
 def _partition(*args: Any, **settings: Any) -> Any:
   model = _partition_spmd_model(*args, **settings)
-  vars(model)['batch_step'] = Shared(functools.partial(type(model).batch_step, model), max_kept=8)  # it is frozen
+  for name in ('batch_step', 'eval_step', 'forward_step'):
+    vars(model)[name] = Shared(functools.partial(getattr(type(model), name), model), max_kept=8)  # it is frozen
   return model
 
 

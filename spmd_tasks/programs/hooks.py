@@ -53,14 +53,14 @@ from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics, make_writer, scalars, split_summaries
 from spmd_tasks.runtime.origin import saved_part
 from spmd_tasks.sharding import infer_partition_spec_based_on_rank
-from spmd_tasks.sharding.specs import even_spec, num_parts, spec_axes
+from spmd_tasks.sharding.specs import axes_of, even_spec, num_parts
 from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, is_quantized
 from spmd_tasks.stores import upload
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
-# second. A larger one is written while training goes on.
+# second. A larger one is written while training continues.
 _WRITTEN_AT_ONCE_BYTES = 100_000_000
-_LOOK_S = 10.0
+_CHECK_INTERVAL_S = 10.0
 
 
 class NewestEvals(NamedTuple):
@@ -129,7 +129,7 @@ class TrainHook:
     """
 
   def needs_state(self, step: int) -> bool:
-    """Returns whether `after_step` reads `run.state` after this step; the next step is then launched afterwards.
+    """Returns whether `after_step` reads `run.state` after this step; the next step then waits for the hooks.
 
     Must depend on `step` alone, so that all processes agree. If no hook needs the state, the device already computes
     the next step while the hooks run, and `run.state` raises a RuntimeError.
@@ -181,7 +181,7 @@ class TrainRun:
   progress: Progress = dataclasses.field(init=False)  # from `start` on: shows steps, metrics and messages
   first_step: int = -1  # the step that this process resumes from
   origin: str = ''  # a phrase about where the first state is from
-  is_saved: bool = True  # whether the first state needs no checkpoint: it is in one, or at step 0
+  is_saved: bool = True  # whether the first state is in a checkpoint; True at step 0 too, which is never saved
   loop: TrainingLoop = dataclasses.field(init=False)  # launches the steps; has the state and the counts
 
   batches: Any = dataclasses.field(init=False)  # from `before_loop` on: a Prefetcher, or the iterator of a hook
@@ -387,8 +387,8 @@ class Track(TrainHook):
 class StepRates:
   """Measures rates from one logged step to the next."""
 
-  counted: str  # 'tokens', or 'examples' if batches have no tokens
-  counted_per_step: int  # in a training batch
+  unit: str  # 'tokens', or 'examples' if batches have no tokens
+  units_per_step: int  # in a training batch
   peak_steps_per_second: float | None  # at the devices' peak FLOP/s; None if the peak is unknown
   goodput: Goodput  # counts the time in the loop
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
@@ -406,7 +406,7 @@ class StepRates:
     steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
     rates = {
       'steps_per_second': steps_per_second,
-      f'{self.counted}_per_second': steps_per_second * self.counted_per_step,
+      f'{self.unit}_per_second': steps_per_second * self.units_per_step,
       'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
     }
     if self.peak_steps_per_second is not None:
@@ -419,7 +419,7 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
   Positions of padding count, too.
   """
-  texts = [each.shape for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)]
+  texts = [x.shape for x in spec.values() if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
   return ('tokens', max(map(math.prod, texts))) if texts else ('examples', next(iter(spec.values())).shape[0])
 
 
@@ -430,23 +430,22 @@ class LogMetrics(TrainHook):
   """
 
   def start(self, run: TrainRun) -> None:
-    """A collective call."""
+    """Opens the metric files. All processes must call it."""
     self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
     run.stack.callback(self._writer.close)
-    counted, number = count_batch(run.model.input_layout.spec)
-    peak, self._num_uneven = None, 1
-    if jax.devices()[0].platform != 'cpu':  # no CPU's peak is known
-      self._num_uneven = 2  # the second step runs while the hooks of the first one compile
-
-      peak = peak_steps_per_second(run.model)
-    self._rates = StepRates(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
+    unit, number = count_batch(run.model.input_layout.spec)
+    is_cpu = jax.devices()[0].platform == 'cpu'
+    peak = None if is_cpu else peak_steps_per_second(run.model)  # no CPU's peak is known
+    self._rates = StepRates(unit=unit, units_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
+    # Rates leave out the first step, and on accelerators the second: it runs while the hooks of the first one compile.
+    self._num_unmeasured = 1 if is_cpu else 2
 
   def before_loop(self, run: TrainRun) -> None:
     self._compilations = run.stack.enter_context(CompilationCounter())
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     step, experiment = outcome.step, run.experiment
-    if run.first_step < step <= run.first_step + self._num_uneven:
+    if run.first_step < step <= run.first_step + self._num_unmeasured:
       self._rates.start(step)
     if step == run.first_step + 1:  # everything is compiled now
       self._num_programs = self._compilations.num_programs
@@ -462,7 +461,7 @@ class LogMetrics(TrainHook):
       run.progress.log(step, metrics, shown)
 
   def _metrics(self, run: TrainRun, outcome: Outcome) -> dict[str, Metric]:
-    """Returns all metrics of a step; waits for the step. A collective call."""
+    """Waits for a step and returns all its metrics. All processes must call it."""
     metrics = finish_metrics(jax.device_get(outcome.metrics), source_names(run.job.train_input))
     del metrics['skipped']
     counts = {
@@ -482,9 +481,9 @@ def is_multiple(step: int, every_steps: int | None) -> bool:
 class SaveCheckpoints(TrainHook):
   """Saves a checkpoint as often as `checkpoint_every` says, and when the loop has ended.
 
-  If `checkpoint_every` is a time, process 0 decides when it has passed, and all processes save the step that ends next.
-  They agree on that step, and on the step at which they look again, at most `_LOOK_S` later. No save begins while an
-  earlier checkpoint is still being written.
+  If `checkpoint_every` is a time, process 0 checks the clock, and all processes save after the step in which the time
+  passes. They agree on that step, and on the step of the next check, at most `_CHECK_INTERVAL_S` later. No save begins
+  while an earlier checkpoint is still being written.
   """
 
   def prepare(self, run: TrainRun) -> None:
@@ -498,8 +497,8 @@ class SaveCheckpoints(TrainHook):
     self._due: int | None = None  # the step to save because the time has passed
 
   def before_loop(self, run: TrainRun) -> None:
-    self._saved_s = self._looked_s = time.monotonic()
-    self._looked, self._next_look = run.first_step, run.first_step + 1
+    self._saved_s = self._checked_s = time.monotonic()
+    self._checked_step, self._next_check = run.first_step, run.first_step + 1
 
   def needs_state(self, step: int) -> bool:
     return step == self._due or is_multiple(step, self._every_steps)
@@ -511,21 +510,21 @@ class SaveCheckpoints(TrainHook):
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     if self.needs_state(outcome.step):
       self._save(run)
-    if self._every_s is not None and outcome.step >= self._next_look:
-      look = functools.partial(self._look, run, outcome.step)
-      self._due, self._next_look = primary_decides(look, 'checkpoint_due', limit_s=run.limit_s)
+    if self._every_s is not None and outcome.step >= self._next_check:
+      check = functools.partial(self._check_time, run, outcome.step)
+      self._due, self._next_check = primary_decides(check, 'checkpoint_due', limit_s=run.limit_s)
 
-  def _look(self, run: TrainRun, step: int) -> tuple[int | None, int]:
-    """Returns the step to save if the time has passed, else None, and the step after which to look again."""
+  def _check_time(self, run: TrainRun, step: int) -> tuple[int | None, int]:
+    """Returns the next step if it is to be saved, else None, and the step of the next check."""
     assert self._every_s is not None
     now = time.monotonic()
-    step_s = (now - self._looked_s) / max(1, step - self._looked)
-    self._looked_s, self._looked = now, step
+    step_s = (now - self._checked_s) / max(1, step - self._checked_step)
+    self._checked_s, self._checked_step = now, step
     left_s = self._saved_s + self._every_s - now
     if left_s <= step_s and not run.checkpointer.is_saving:
       return step + 1, step + 2
-    # A single process looks after every step: it has nobody to agree with.
-    ahead_s = 0.0 if jax.process_count() == 1 else min(left_s / 2, _LOOK_S)
+    # A single process checks after every step: it has nobody to agree with.
+    ahead_s = 0.0 if jax.process_count() == 1 else min(left_s / 2, _CHECK_INTERVAL_S)
     return None, step + max(1, int(ahead_s / max(step_s, 1e-6)))
 
   def after_loop(self, run: TrainRun) -> None:
@@ -687,7 +686,7 @@ class EarlyEnd(TrainHook, abc.ABC):
     )
 
   def before_loop(self, run: TrainRun) -> None:
-    if run.evals.step == run.first_step < run.experiment.num_train_steps:  # evals that the job was interrupted in
+    if run.evals.step == run.first_step < run.experiment.num_train_steps:  # `Evaluate` has repeated interrupted evals
       self._ask_and_end(run, run.first_step)
 
   def needs_state(self, step: int) -> bool:
@@ -770,7 +769,7 @@ class Profile(TrainHook):
 
   _requested: tuple[int, int] | None = None
   _is_running = False
-  _looked = 0.0
+  _checked_s = 0.0
 
   def prepare(self, run: TrainRun) -> None:
     self._planned = run.experiment.profile_steps
@@ -784,8 +783,8 @@ class Profile(TrainHook):
     return step in (self._planned or ())  # no step may be in flight when the profiler starts or stops
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
-    if not self._is_running and time.monotonic() - self._looked > (60 if is_remote(run.job_log_dir) else 2):
-      self._looked = time.monotonic()
+    if not self._is_running and time.monotonic() - self._checked_s > (60 if is_remote(run.job_log_dir) else 2):
+      self._checked_s = time.monotonic()
       if (request := run.job_log_dir / 'profile_now').exists():
         self._requested = take_request(run, request, outcome.step)
     self._start_or_stop(outcome.step)
@@ -797,7 +796,7 @@ class Profile(TrainHook):
     elif not self._is_running:
       # JAX writes to local disks only.
       self._local = tempfile.mkdtemp(prefix='spmd_tasks_profile_') if is_remote(self._directory) else self._directory
-      with storage_errors(self._directory), contextlib.suppress(RuntimeError):  # somebody else profiles this process
+      with storage_errors(self._directory), contextlib.suppress(RuntimeError):  # another profiler is running
         make_directory(self._directory)
         jax.profiler.start_trace(str(self._local))
         self._is_running = True
@@ -817,7 +816,8 @@ def take_request(run: TrainRun, request: epath.Path, step: int) -> tuple[int, in
     words = read_text(request).split()
     words += ['5', '0'][len(words) :]
     process = int(words[1][:9]) if words[1].isdecimal() else -1
-    if process != jax.process_index() and (process in range(jax.process_count()) or not is_primary()):
+    answering = process if process in range(jax.process_count()) else 0  # process 0 answers an invalid request
+    if answering != jax.process_index():
       return None
     request.unlink(missing_ok=True)
   except FileNotFoundError:  # another process has just taken it
@@ -858,11 +858,11 @@ def _describe(model: PartitionedModel, origin: str) -> str:
   specs = [spec for spec in jax.tree.leaves(model.weight_specs, is_leaf=is_quantized) if not is_quantized(spec)]
   whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
   if whole and model.mesh.size > 1:
-    trained += f', {whole:,} of them in kernels without split dims, whole on every device'
+    trained += f', {whole:,} of them in kernels without split dims, replicated on every device'
   by_default = [spec for spec in specs if SPLIT_BY_DEFAULT in spec.tags]
   if by_default and model.mesh.size > 1:
     count, name = sum(math.prod(spec.shape) for spec in by_default), next(filter(None, by_default[0].split_dims))
-    trained += f', {count:,} of them in kernels without split dims, whose largest dim is split as {name!r}'
+    trained += f', {count:,} of them in kernels without split dims, sharded on their largest dim over {name!r}'
   devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
   return (
     f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'
@@ -871,22 +871,20 @@ def _describe(model: PartitionedModel, origin: str) -> str:
 
 def _uneven_rows(model: PartitionedModel) -> str:
   """Returns a remark if the rows of a batch, or of a microbatch, are not divisible by the devices that split them."""
-  mesh, true = model.mesh, next(iter(model.input_layout.spec.values()))
-  spec = infer_partition_spec_based_on_rank(
-    len(true.shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules
-  )
+  mesh, shape = model.mesh, next(iter(model.input_layout.spec.values())).shape
+  spec = infer_partition_spec_based_on_rank(len(shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules)
   if spec is None:
     return ''
   num_microbatches = model.task.num_microbatches
-  num_rows = true.shape[0] // num_microbatches
+  num_rows = shape[0] // num_microbatches
   even = even_spec(spec, (num_rows,), mesh.shape)
-  wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))
-  if wanted == used:
+  num_shards, num_even_shards = (num_parts(axes_of(row_spec[0]), mesh.shape) for row_spec in (spec, even))
+  if num_shards == num_even_shards:
     return ''
   part = 'microbatch' if num_microbatches > 1 else 'batch'
   return (
-    f'; the {num_rows} rows of a {part} are not divisible by the {wanted} devices that split them, so each computes '
-    f'{num_rows // used}: a multiple of {wanted} is faster'
+    f'; the {num_rows} rows of a {part} are not divisible by the {num_shards} devices that split them, so each '
+    f'computes {num_rows // num_even_shards}: a multiple of {num_shards} is faster'
   )
 
 

@@ -75,7 +75,7 @@ def train(
   hooks: Sequence[TrainHook] | None = None,
   mesh: Mesh | None = None,
 ) -> int:
-  """Runs a training job to its end; returns an exit code: OK, or PreemptionGuard's with everything saved.
+  """Runs a training job to its end; returns OK, or PreemptionGuard's exit code after SIGTERM, with everything saved.
 
   Args:
     job: the built experiment.
@@ -93,7 +93,7 @@ def train(
   experiment, guard = job.experiment, PreemptionGuard()
   hooks = job_hooks(job) if hooks is None else tuple(hooks)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=begun)
-  # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
+  # `on_failure` is inside `stack`: a process that fails exits at once, as closing `stack` would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure(), refuse_exit():
     # Check. Everything that can be refused is refused before anything is written.
     _check_hooks(job, hooks)
@@ -138,8 +138,8 @@ def train(
     _restore(run, saved, config_json)
     for hook in hooks:
       hook.start(run)
-    of_hooks = (hook.batches(run) for hook in hooks)
-    run.batches = next((batches for batches in of_hooks if batches is not None), None) or run.read_ahead()
+    from_hooks = (hook.batches(run) for hook in hooks)
+    run.batches = next((batches for batches in from_hooks if batches is not None), None) or run.read_ahead()
     is_done = run.first_step >= experiment.num_train_steps
     if not is_done:
       with goodput.spend('compilation'):
@@ -230,7 +230,7 @@ def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
     should_stop=lambda: run.end_reason is not None or run.should_stop(),
     before_step=before_step,
   )
-  if not run.is_saved:  # it may be saved before a step has taken a batch
+  if not run.is_saved:  # the first state may be saved before a step sets the position of the input
     run.loop.input_state = run.iterator.get_state()
 
 

@@ -74,15 +74,16 @@ class DenseLanguageModel(TextTraining):
       num_logit_chunks=self.num_logit_chunks,
       scatters_gradients=self.scatters_gradients,
     )
-    if not (num := self.num_nextn_predict_layers):
+    num_heads = self.num_nextn_predict_layers
+    if num_heads < 0:
+      raise UserError(f'num_nextn_predict_layers = {num_heads} must be at least 0.')
+    if num_heads == 0:
       return model
-    if num < 1:
-      raise UserError(f'num_nextn_predict_layers = {num} must be at least 0.')
 
     stack = fdl.Config(TransformerStack, block=self.block(self.ffn()), num_layers=1, remat_policy=self.remat_policy)
     head = fdl.Config(NextnHead, stack=stack, norm=fdl.copy_with(model.final_norm))
     fdl.update_callable(model, NextnLanguageModel)
-    model.num_nextn_predict_layers, model.nextn_head = num, head
+    model.num_nextn_predict_layers, model.nextn_head = num_heads, head
     return model
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:

@@ -107,9 +107,9 @@ class PartitionedModel:
   def init_with(
     self, seed: int, replace: Callable[[Any, Any], Any], arrays: Any, *, donate: bool = False
   ) -> TrainState:
-    """Initializes a TrainState as `init` does, with the true weights `replace(new weights, arrays)`.
+    """Initializes a TrainState as `init` does, but replaces the true weights by `replace(weights, arrays)`.
 
-    New weights that `replace` does not use are not computed. `arrays` is a tree of arrays on the mesh, such as another
+    Weights that `replace` does not use are not computed. `arrays` is a tree of arrays on the mesh, such as another
     job's weights; with `donate`, the new state may reuse their memory.
     """
     return self._jit_init(replace, donate_argnums=(1,) if donate else ())(self.task.make_key(seed), arrays)
@@ -172,8 +172,7 @@ class PartitionedModel:
     return self._evaluation_step('forward_step', input_spec, self.task.predict)
 
   def _evaluation_step(self, *arguments: Any) -> 'EvaluationStep':
-    step: Any = self.batch_step(*arguments, make=functools.partial(EvaluationStep, self))
-    return step
+    return EvaluationStep(self, self.batch_step(*arguments))
 
   def true_variables(self, padded_variables: Variables) -> Variables:
     """Slices the padding off the model's variables. Call it inside a compiled step and a `sharding_scope`."""
@@ -187,7 +186,6 @@ class PartitionedModel:
     function: Callable[..., Any],
     *arguments: jax.ShapeDtypeStruct,
     output_spec: InputSpec | None = None,
-    make: Callable[..., CompiledStep] = CompiledStep,
   ) -> CompiledStep:
     """Returns a step that calls `function(variables, batch, *arguments)` with padded variables and a placed batch.
 
@@ -197,7 +195,6 @@ class PartitionedModel:
       function: function of true variables and a batch; its outputs, any tree of arrays, are replicated.
       arguments: shapes and dtypes of further arguments, the same host arrays on every process.
       output_spec: if given, the function returns a dict of arrays with these shapes, which are placed like a batch.
-      make: creates the step; has the signature of CompiledStep.
     """
     layout, output_layout = (
       make_input_layout(spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
@@ -216,7 +213,7 @@ class PartitionedModel:
       in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded), *[replicated] * len(arguments)),
       out_shardings=_shardings(output_layout.padded) if output_spec else replicated,
     )
-    return make(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
+    return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 
   def to_canonical(self, state: TrainState, part: Part = whole_state) -> Any:
     """Converts a part of the padded state to the canonical layout of checkpoints."""
@@ -251,15 +248,15 @@ class PartitionedModel:
 
   def _true_batch(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
     batch = layout.true_rows(padded_batch)
-    split = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
-    return batch | _constrain({name: batch[name] for name in split}, split, self.mesh)
+    specs = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
+    return batch | _constrain({name: batch[name] for name in specs}, specs, self.mesh)
 
 
 class EvaluationStep(CompiledStep):
   """A step on the variables to evaluate, which may differ from the trained ones (averages, some optimizers)."""
 
-  def __init__(self, model: PartitionedModel, *arguments: Any):
-    super().__init__(*arguments)
+  def __init__(self, model: PartitionedModel, step: CompiledStep):
+    super().__init__(step._jitted, step._abstract_arguments, step.layout)
     self._model = model
 
   def __call__(self, state: TrainState | Variables, batch: Any, *arguments: Any) -> Any:
@@ -269,8 +266,10 @@ class EvaluationStep(CompiledStep):
     """
     task = self._model.task
     if isinstance(state, TrainState):
-      arguments = (task.evaluation_variables(state), batch, *(arguments or (state.step,)))
-      return super().__call__(*arguments[: len(self._abstract_arguments)])
+      takes_step = len(self._abstract_arguments) > 2  # an eval step does, a forward step does not
+      if takes_step and not arguments:
+        arguments = (state.step,)
+      return super().__call__(task.evaluation_variables(state), batch, *arguments)
     if not task.evaluates_trained_weights(self._model.abstract_state):
       raise UserError(
         f'the {self._name} needs a TrainState, not variables, because the task evaluates other weights than it trains: '
@@ -318,10 +317,6 @@ def partition_spmd_model(
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
     return task.init_variables(rng, batch)
 
-  def init_variables(rng):
-    variables = dict(unbox_weights(jitted_init(rng)))
-    return variables | {'params': jax.tree.map(_cast, variables['params'], specs)}
-
   key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
     jitted_init = jax.jit(init_boxed)  # `init_variables` reuses its trace
@@ -329,6 +324,10 @@ def partition_spmd_model(
   has_rule = default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}
   specs = task.mark_weights(weight_specs(boxed.pop('params'), default_split_dim if has_rule else None))
   non_trainable_specs = weight_specs(boxed)
+
+  def init_variables(rng):
+    variables = dict(unbox_weights(jitted_init(rng)))
+    return variables | {'params': jax.tree.map(_cast, variables['params'], specs)}
 
   # 2. Trace the state's init for the WeightSpecs of the whole state.
   abstract_variables = jax.tree.map(

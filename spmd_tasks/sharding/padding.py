@@ -48,7 +48,7 @@ def evenly_divided_spec(shape: Sequence[int], spec: PartitionSpec, axis_sizes: M
   """Returns a spec that splits `shape` without padding, for checkpoints.
 
   A dim that its axes divide keeps them. The axes of an uneven dim move to the largest dim that they divide together
-  with its own axes. If there is none, the array is replicated over them.
+  with its own axes. If there is none, the array is replicated over them. `even_spec` moves no axes.
   """
   all_axes = spec_axes(spec, len(shape))
   is_even = [dim % num_parts(axes, axis_sizes) == 0 for dim, axes in zip(shape, all_axes)]

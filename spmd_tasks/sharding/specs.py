@@ -76,7 +76,8 @@ def split_dims_to_partition_spec(
 ) -> PartitionSpec:
   """Returns the PartitionSpec of a tensor, with one entry per dimension; PartitionSpec() if `split_dims` is None.
 
-  A rule with the name of a mesh axis, as in `without_axis`, replaces the axis.
+  A rule with the name of a mesh axis replaces the axis: (axis, None) leaves its dims unsharded (`without_axis` in
+  axis_rules.py). `check_axis_rules` refuses such rules of an experiment.
 
   Raises a UserError if a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
   """
@@ -97,16 +98,17 @@ def split_dims_to_partition_spec(
       raise UserError(
         f'split dims {tuple(split_dims)} use mesh axis {name!r} twice: split only one dim of a tensor over it.'
       )
-  assigned: list[tuple[str, ...] | None] = [(name,) if name in direct_names else None for name in names]
+  # The mesh axes of each name of each entry; None until a rule applies to the name.
+  assigned = [[(name,) if name in direct_names else None for name in entry] for entry in entries]
   used = set(direct)
   for rule, target in axis_rules:
     axes = axes_of(target)
-    for i, name in enumerate(names):
-      if name == rule and assigned[i] is None and not used.intersection(axes):
-        assigned[i] = axes
-        used.update(axes)
-  axes_by_name = iter(assigned)
-  return PartitionSpec(*(spec_entry([axis for _ in entry for axis in next(axes_by_name) or ()]) for entry in entries))
+    for entry, axes_of_names in zip(entries, assigned):
+      for i, name in enumerate(entry):
+        if name == rule and axes_of_names[i] is None and not used.intersection(axes):
+          axes_of_names[i] = axes
+          used.update(axes)
+  return PartitionSpec(*(spec_entry([*itertools.chain(*filter(None, axes_of_names))]) for axes_of_names in assigned))
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -27,7 +27,7 @@ def test_the_file_has_at_most_25_lines():
 def test_it_trains_evaluates_and_resumes_bit_for_bit(tmp_path, capsys):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   assert binary.run_in_process(*FLAGS, '--job_log_dir', whole) == 0
-  assert '3,300 of them in kernels without split dims, whose largest dim is split as' in capsys.readouterr().err
+  assert '3,300 of them in kernels without split dims, sharded on their largest dim over' in capsys.readouterr().err
   for steps in (13, 40):  # 20 batches are a pass
     assert binary.run_in_process(*FLAGS, '--job_log_dir', parts, '--num_train_steps', steps) == 0
   assert binary.column(parts, 'loss') == binary.column(whole, 'loss')

@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 def test_rates_count_from_the_last_logged_step(clock):
   goodput = Goodput(None, begun=100.0, now=lambda: clock[0])
-  rates = StepRates(counted='tokens', counted_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
+  rates = StepRates(unit='tokens', units_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
   goodput.switch('steps')
   clock[0] += 3
   goodput.step(1, is_skipped=False, seconds_waited=1.0)
