@@ -2,7 +2,7 @@
 
     raise UserError(f'num_slots={num_slots} must be at least 1.')       # the value, the constraint, the remedy
 
-    with naming_own_code('the loss'):                                   # turns an error of the user's own code into one
+    with own_code_errors('the loss'):                                   # turns an error of the experiment's code into one
       loss(predictions, batch)
 
 Experiments and other packages may raise them as well.
@@ -52,7 +52,7 @@ def refuse_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None) -> Iterator[None]:
+def own_code_errors(what: str, *, keys: Iterable[str] = (), part: object = None) -> Iterator[None]:
   """Turns an error of an experiment's own code into a UserError with the error, its file and its line.
 
   Other errors keep their traceback, and so do all errors with JAX_TRACEBACK_FILTERING=off.

@@ -30,7 +30,7 @@ from flax.core import FrozenDict
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer
 from spmd_tasks.inputs.tokenizers import tokenizer_of
@@ -333,7 +333,7 @@ class Job:
 
 def make_training_iterator(job: Job) -> InputIterator:
   """Returns the iterator of this process's rows of the training input. Raises a UserError if it lacks a method."""
-  with naming_own_code('train_input.make_iterator()', part=job.train_input):
+  with own_code_errors('train_input.make_iterator()', part=job.train_input):
     iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   _check_methods('the iterator of train_input', iterator, ('__next__', 'get_state', 'set_state', 'close'))
   return iterator
@@ -369,7 +369,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   experiment = job.experiment
   mesh = experiment.mesh_spec().build() if mesh is None else mesh
   job.check_parts()
-  with naming_own_code('train_input.element_spec()', part=job.train_input):
+  with own_code_errors('train_input.element_spec()', part=job.train_input):
     batch = job.train_input.element_spec()
   specs = [*batch.values()] if isinstance(batch, Mapping) else []
   if not specs or not all(hasattr(spec, 'shape') and hasattr(spec, 'dtype') for spec in specs):
@@ -379,7 +379,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
     )
   if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan of another machine
     check_batch_fits(batch)
-  with naming_own_code('the model', keys=batch):
+  with own_code_errors('the model', keys=batch):
     model = partition_spmd_model(
       job.task,
       mesh,

@@ -38,7 +38,7 @@ from spmd_tasks.config.tree import (
   without_foreign_configs,
 )
 from spmd_tasks.config.values import is_of_type, parse_value, type_of_field
-from spmd_tasks.errors import JobError, UserError, naming_own_code
+from spmd_tasks.errors import JobError, UserError, own_code_errors
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.extensions import call, extensions, kind_of, load
 from spmd_tasks.inputs.base import is_input
@@ -66,7 +66,7 @@ class ResolvedConfig:
     Raises a UserError: a part refuses its fields, or its own code fails; the message begins with its config path.
     """
     try:
-      with naming_own_code(f'building {self.name}'):
+      with own_code_errors(f'building {self.name}'):
         kind = kind_of(type(self.experiment))
         if kind is None or kind.build is None:
           has_configs = any(isinstance(field.value, fdl.Buildable) for _, field in walk(self.parts))
@@ -234,7 +234,7 @@ def build_experiment(cls: type, config: fdl.Config) -> Experiment:
         f'--set {name}=...'
       )
   what = f'creating {registry.name_of(cls)}'
-  with _naming_fields(what, config.__arguments__), naming_own_code(what):
+  with _field_errors(what, config.__arguments__), own_code_errors(what):
     return cls(**config.__arguments__)
 
 
@@ -243,7 +243,7 @@ def parts_of(experiment: Experiment, changed: Iterable[str]) -> dict[str, Any]:
   parts = {}
   for name in PARTS:
     what = f'{name}() of {registry.name_of(type(experiment))}'
-    with _naming_fields(what, changed), naming_own_code(what, part=experiment):
+    with _field_errors(what, changed), own_code_errors(what, part=experiment):
       parts[name] = getattr(experiment, name)()
     if name.endswith('_inputs'):
       if not isinstance(parts[name], Mapping):
@@ -285,7 +285,7 @@ _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueE
 
 
 @contextlib.contextmanager
-def _naming_fields(what: str, changed: Iterable[str]) -> Iterator[None]:
+def _field_errors(what: str, changed: Iterable[str]) -> Iterator[None]:
   """Turns an error from an unchecked value into a UserError that names the fields.
 
   `changed` are the fields that have been set; if there are none, the error is a bug and is raised unchanged.

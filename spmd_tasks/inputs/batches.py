@@ -30,7 +30,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.errors import JobError, UserError, naming_own_code
+from spmd_tasks.errors import JobError, UserError, own_code_errors
 from spmd_tasks.extensions import require
 from spmd_tasks.inputs import base
 
@@ -81,7 +81,7 @@ class Batches:
     if self._spec is None:
       index, count = (0, 1) if self.gives_whole_batches else (jax.process_index(), jax.process_count())
       stream = self.stream(index, count, 0)
-      with naming_own_code(f'reading {self.name}'):
+      with own_code_errors(f'reading {self.name}'):
         first = next(stream, _END)
       if first is _END:
         raise UserError(f'{self.name} is empty: return data with at least one batch.')
@@ -115,7 +115,7 @@ class Batches:
   def stream(self, shard_index: int, shard_count: int, num_skipped: int) -> Iterator[Any]:
     """Returns an iterator of an epoch after its first `num_skipped` batches."""
     source = self._source
-    with naming_own_code(f'opening {self.name}'):
+    with own_code_errors(f'opening {self.name}'):
       if self._is_function:
         source = source() if self.gives_whole_batches else source(shard_index=shard_index, shard_count=shard_count)
       if hasattr(source, 'to_iter_dataset'):  # a Grain MapDataset, which then reads ahead in threads
@@ -254,7 +254,7 @@ class BatchesIterator(base.InputIterator):
     """Returns the stream's next batch, or _END."""
     assert self._stream is not None
     try:
-      with naming_own_code(f'reading {self._batches.name}'):
+      with own_code_errors(f'reading {self._batches.name}'):
         return next(self._stream, _END)
     except (UserError, JobError):
       raise

@@ -125,7 +125,7 @@ class Mixture:
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
     for name, source in self.leaves.items():
       saved = [state['sources'][name] for state in states]
-      with _naming_source(name):
+      with _source_errors(name):
         positions = source.reshard_states([shard['position'] for shard in saved], shard_count)
       for state, position in zip(resharded, positions, strict=True):
         state['sources'][name] = {**saved[0], 'position': position}
@@ -317,20 +317,20 @@ class _SourceReader:
     self._reads_rows: bool | None = None  # unknown before the first row is read
     self._num_to_skip = 0  # rows that were read before a position of an earlier version was saved
     self._buffer: deque[tuple[base.State, base.Batch]] = deque()  # (position before the batch, batch) pairs
-    with _naming_source(name):
+    with _source_errors(name):
       self._iterator = source.make_iterator(shard_index, shard_count)
 
   def reads_rows(self) -> bool:
     """Whether to read by `next_rows`; if not, by `batch`."""
     if self._reads_rows is None:
-      with _naming_source(self.name):
+      with _source_errors(self.name):
         self._reads_rows = base.reads_rows(self._iterator)
     return self._reads_rows
 
   def next_rows(self, count: int, indices: Sequence[int]) -> base.Batch | None:
     """Like RowIterator.next_rows, but returns None if fewer rows are left."""
     iterator = cast(base.RowIterator, self._iterator)
-    with _naming_source(self.name), contextlib.suppress(StopIteration):
+    with _source_errors(self.name), contextlib.suppress(StopIteration):
       if self._num_to_skip:
         iterator.next_rows(self._num_to_skip, [])
         self._num_to_skip = 0
@@ -339,7 +339,7 @@ class _SourceReader:
 
   def read_until(self, num_batches: int) -> bool:
     """Buffers batches until `num_batches` have been read; returns False if the source ends before."""
-    with _naming_source(self.name):
+    with _source_errors(self.name):
       while self.num_read < num_batches:
         before = self._iterator.get_state()
         try:
@@ -361,7 +361,7 @@ class _SourceReader:
 
   def get_state(self) -> base.State:
     """Returns the source's position; if it reads batches, the position and number of the oldest buffered batch."""
-    with _naming_source(self.name):
+    with _source_errors(self.name):
       position = self._buffer[0][0] if self._buffer else self._iterator.get_state()
     if self._reads_rows and not self._num_to_skip:
       return {'position': position}
@@ -369,7 +369,7 @@ class _SourceReader:
 
   def set_state(self, state: base.State, num_rows: int) -> None:
     """Moves to a position; `num_rows` rows of the source have been used before it."""
-    with _naming_source(self.name):
+    with _source_errors(self.name):
       self._iterator.set_state(state['position'])
     self._buffer.clear()
     self._reads_rows = None if 'first_batch' in state else True
@@ -381,7 +381,7 @@ class _SourceReader:
 
 
 @contextlib.contextmanager
-def _naming_source(name: str) -> Iterator[None]:
+def _source_errors(name: str) -> Iterator[None]:
   """Prepends the source's name to the message of an error."""
   try:
     yield
@@ -435,7 +435,7 @@ def _common_spec(sources: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the element spec that all sources have, without `row_sources`. Raises a UserError if two of them differ."""
   specs = {}
   for name, source in sources.items():
-    with _naming_source(name):
+    with _source_errors(name):
       specs[name] = {key: x for key, x in source.element_spec().items() if key != 'row_sources'}
       for key, x in specs[name].items():
         if not x.shape or x.shape[0] != source.batch_size:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.errors import UserError, is_own, naming_own_code
+from spmd_tasks.errors import UserError, is_own, own_code_errors
 from spmd_tasks.layers.base import describe, train_flags
 from spmd_tasks.layers.label_scores import predicted_label_scores
 
@@ -228,7 +228,7 @@ def as_loss(loss: Loss | Callable[..., Any]) -> Loss:
 
 
 def _call(loss: Callable[..., Any], predictions: Any, batch: Mapping[str, jax.Array], train: bool) -> LossOutput:
-  with _naming(loss, batch):
+  with _loss_errors(loss, batch):
     returned = loss(predictions, batch, **_flags_of(loss, train))
   return as_loss_output(loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
 
@@ -243,9 +243,9 @@ def _flags_of(loss: Callable[..., Any], train: bool) -> dict[str, bool]:
   return {name: value for name, value in train_flags(train).items() if name in parameters and name not in bound}
 
 
-def _naming(loss: Callable[..., Any], batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+def _loss_errors(loss: Callable[..., Any], batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
   """Context in which an error of an experiment's own loss names the loss."""
-  return naming_own_code(f'the loss {_name_of(loss)}(predictions, batch)', keys=tuple(batch), part=loss)
+  return own_code_errors(f'the loss {_name_of(loss)}(predictions, batch)', keys=tuple(batch), part=loss)
 
 
 def _name_of(loss: Callable[..., Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 
 from spmd_tasks.activity import doing
-from spmd_tasks.errors import naming_own_code
+from spmd_tasks.errors import own_code_errors
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 from spmd_tasks.runtime.tpu_options import invalid_option_error, tpu_options
 
@@ -91,7 +91,7 @@ class CompiledStep:
     if self._lowered is not None or self._compiled is not None:
       return
     start = time.perf_counter()
-    with doing(f'tracing the {self._name}'), naming_own_code(f'the {self._name}', keys=self.layout.spec):
+    with doing(f'tracing the {self._name}'), own_code_errors(f'the {self._name}', keys=self.layout.spec):
       self._lowered = self.lower()
     self.trace_seconds = time.perf_counter() - start
 

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.base import named_arguments, signature_of, train_flags, warn_of_default
 from spmd_tasks.layers.losses import StepOutputs, as_loss
@@ -237,7 +237,7 @@ class Task(BaseTask):
 
     Leaves out sown values (sown_values.py). Logs once which arguments of the model keep their defaults.
     """
-    with self._naming_model(batch):
+    with self._model_errors(batch):
       positional, named = self.arguments(batch, train=False)
       for argument in () if positional else signature_of(self.model).parameters.values():
         if argument.name not in named and argument.default is not argument.empty:
@@ -290,7 +290,7 @@ class Task(BaseTask):
         )
     return (), {argument.name: entries[argument.name] for argument in (first, *others) if argument.name in entries}
 
-  def _naming_model(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+  def _model_errors(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Context in which errors of an experiment's own model name the model and its arguments."""
     name, keys = type(self.model).__name__, tuple(batch)
     first = next(iter(signature_of(self.model).parameters))
@@ -298,7 +298,7 @@ class Task(BaseTask):
     if first not in ('batch', *keys):
       what += f', which gets the whole batch because no entry ({", ".join(sorted(keys))}) is named {first},'
       keys = ()
-    return naming_own_code(what, keys=keys, part=self.model)
+    return own_code_errors(what, keys=keys, part=self.model)
 
   def prepare_batch(self, variables: Variables, batch: Batch) -> Batch:
     return dict(self.loss.prepare_batch(self, variables, batch))

@@ -23,10 +23,10 @@ from praxis import base_hyperparams
 from spmd_tasks.bridges.pax._hooks import DecodeInTraining, PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
-from spmd_tasks.bridges.pax._support import check_datasets, naming_method, refuse_unsupported
+from spmd_tasks.bridges.pax._support import check_datasets, method_errors, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_spec, remove_split_dims
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.runtime import Origin
@@ -73,7 +73,7 @@ class PaxExperiment(Experiment):
   def task(self) -> Any:
     """Returns Pax's config of the task, with this experiment's mesh, steps and seed."""
     experiment = self.pax_experiment()
-    with naming_method(self._pax_class, 'validate()'):
+    with method_errors(self._pax_class, 'validate()'):
       experiment.validate()
     task = _task_of(experiment)
     if _is_pmap_model(task.model):  # Paxml then ignores split dims
@@ -116,10 +116,10 @@ class PaxExperiment(Experiment):
     """Returns the configs that a method of the Pax experiment returns. Raises a UserError if it returns others."""
     experiment = self.pax_experiment()
     if method != 'decode_datasets':  # the others filter datasets()
-      with naming_method(self._pax_class, 'datasets()'):
+      with method_errors(self._pax_class, 'datasets()'):
         datasets = experiment.datasets()
       check_datasets(self._pax_class, 'datasets()', datasets)
-    with naming_method(self._pax_class, f'{method}()'):
+    with method_errors(self._pax_class, f'{method}()'):
       datasets = getattr(experiment, method)()
     check_datasets(self._pax_class, f'{method}()', datasets)
     return datasets
@@ -167,13 +167,13 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
 
 
 def _instantiate(pax_class: Any) -> Any:
-  with naming_method(pax_class, '__init__()'):
+  with method_errors(pax_class, '__init__()'):
     return pax_class()
 
 
 def _task_of(experiment: Any) -> Any:
   """Returns the config of a Pax experiment's task. Raises a UserError if it is not supported."""
-  with naming_method(type(experiment), 'task()'):
+  with method_errors(type(experiment), 'task()'):
     task = experiment.task()
   refuse_unsupported(experiment, task)
   return task
@@ -188,7 +188,7 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
   for name, value in _fields_of(parts['task'], experiment.eval_on_test).items():
     if value != fields[name]:
       raise UserError(f'an override of `task` implies {name} = {value}, but it is {fields[name]}: set {name} itself.')
-  with naming_own_code('building the task', part=experiment._pax_class):
+  with own_code_errors('building the task', part=experiment._pax_class):
     config = parts['task'].clone()
     if isinstance(config.model.fprop_dtype, str):  # Paxml accepts strings, but compares with jnp.bfloat16
       config.model.fprop_dtype = jnp.dtype(config.model.fprop_dtype).type

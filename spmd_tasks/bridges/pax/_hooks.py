@@ -15,7 +15,7 @@ from paxml import tasks_lib, trainer_lib
 
 from spmd_tasks.bridges.pax._decode import PaxDecoder
 from spmd_tasks.distributed.preemption import PreemptedError
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.programs.hooks import EarlyEnd, StepReport, TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metrics import scalars
@@ -169,7 +169,7 @@ class PaxEarlyEnd(EarlyEnd):
     metrics = {}
     if is_last or any(has_metrics.values()) or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
       metrics = {name: float(x) for name, x in report.metrics.items() if x.ndim == 0 and name != 'skipped'}
-    with naming_own_code('task.early_stopping_fn', part=function):
+    with own_code_errors('task.early_stopping_fn', part=function):
       stops = tuning_lib.should_early_stop(
         function,
         report.step,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import base_hyperparams, py_utils
 
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.inputs import Batch, InputIterator, State
 from spmd_tasks.inputs.base import check_state
 
@@ -55,7 +55,7 @@ class PaxInput:
   @functools.cached_property
   def _spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     pax_input = self.make(0, jax.process_count())
-    with self._naming('get_next()'):
+    with self._errors('get_next()'):
       batch = next(iter(functools.partial(next_batch, pax_input), object()), _END)
     if batch is _END:
       raise UserError(
@@ -117,12 +117,12 @@ class PaxInput:
         f'the input {config.name!r} has infeed_host_index = {config.infeed_host_index}, which must be at least 0 and '
         f'less than num_infeed_hosts = {config.num_infeed_hosts}: leave both at 0 to use the number of this process.'
       )
-    with self._naming('the construction'):
+    with self._errors('the construction'):
       return base_hyperparams.instantiate(config)
 
-  def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+  def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
     cls = self.config.cls
-    return naming_own_code(f'{what} of the input {self.config.name!r} ({cls.__name__})', part=cls)
+    return own_code_errors(f'{what} of the input {self.config.name!r} ({cls.__name__})', part=cls)
 
 
 class PaxInputIterator(InputIterator):

@@ -11,7 +11,7 @@ import jax
 from paxml import base_experiment, learners, tasks_lib
 from praxis import base_input, layers, optimizers, pax_fiddle, py_utils
 
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 
 # Methods with which an experiment replaces a part of Paxml's loop.
 _LOOP_METHODS = ('partitioner', 'executor', 'train_programs', 'eval_programs', 'decode_programs')
@@ -23,9 +23,9 @@ _TRAIN_FIELDS = {
 }
 
 
-def naming_method(cls: type, method: str) -> contextlib.AbstractContextManager[None]:
+def method_errors(cls: type, method: str) -> contextlib.AbstractContextManager[None]:
   """Returns a context in which errors of a method of a Pax experiment, such as 'task()', become UserErrors."""
-  return naming_own_code(f'{method} of {cls.__module__}.{cls.__qualname__}', part=cls)
+  return own_code_errors(f'{method} of {cls.__module__}.{cls.__qualname__}', part=cls)
 
 
 def refuse_unsupported(experiment: Any, task: Any) -> None:

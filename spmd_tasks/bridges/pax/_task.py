@@ -32,7 +32,7 @@ from spmd_tasks.bridges.pax._variables import (
   praxis_context,
   weight_spec,
 )
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import BaseTask, TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
@@ -84,7 +84,7 @@ class PaxTask(BaseTask):
   @contextlib.contextmanager
   def _praxis_call(self, what: str, batch: Iterable[str] = (), do_eval: bool | None = None) -> Iterator[None]:
     """Enters the context of Praxis, in which errors of the model's code become UserErrors."""
-    name_errors = naming_own_code(f'{what} of {type(self.model).__name__}', keys=batch, part=self.model)
+    name_errors = own_code_errors(f'{what} of {type(self.model).__name__}', keys=batch, part=self.model)
     with name_errors, praxis_context(do_eval=do_eval):
       yield
 
