@@ -2,7 +2,7 @@
 
     raise UserError(f'num_slots={num_slots} must be at least 1.')       # the value, the constraint, the remedy
 
-    with own_code_errors('the loss'):                                   # turns an error of the experiment's code into one
+    with own_code_errors('the loss'):                                 # turns an error of the experiment's code into one
       loss(predictions, batch)
 
 Experiments and other packages may raise them as well.

@@ -45,7 +45,7 @@ from spmd_tasks.files import is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.tokenizer_files import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices, restore_evaluation_variables
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
@@ -97,7 +97,7 @@ def load(
   elif not isinstance(mesh, Mesh):
     mesh = dataclasses.replace(job.experiment.mesh_spec(), ici_mesh_shape=tuple(mesh), dcn_mesh_shape=None).build()
   partitioned = partition_job(job, mesh)
-  with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as checkpointer:
+  with contextlib.closing(CheckpointRecord(directory).open_checkpoints(read_only=True)) as checkpointer:
     part = job.task.decoding_variables
     restored = restore_evaluation_variables(partitioned, checkpointer, step, part, experiment=job.experiment)
   return LoadedModel(job=job, step=restored.step, partitioned=partitioned, padded_variables=restored.variables)

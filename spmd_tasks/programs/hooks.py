@@ -42,7 +42,7 @@ from spmd_tasks.inputs.base import progress_of, source_names
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.evaluator import Evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput, steady_now
-from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, SavedSteps
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, CheckpointRecord
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.trackers import tracker_classes
 from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
@@ -844,7 +844,7 @@ class ReportEnd(TrainHook):
       run.message(f'Ended after step {run.step} of {run.experiment.num_train_steps}: {run.end_reason}.')
       if is_primary():
         with storage_errors(run.job_log_dir):
-          SavedSteps(run.job_log_dir).write(run.step, is_last=True)
+          CheckpointRecord(run.job_log_dir).write(run.step, is_last=True)
     run.message(run.goodput.end())
 
 

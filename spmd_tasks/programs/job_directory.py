@@ -199,7 +199,7 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
-class SavedSteps(SaveRecord):
+class CheckpointRecord(SaveRecord):
   """Records the newest saved step outside of `checkpoints/`, so that no job starts over by mistake.
 
   If the disk with `checkpoints/` is not mounted, a resumed job looks like a new one. `newest_checkpoint.json`, which

@@ -19,7 +19,7 @@ from spmd_tasks.extensions import formats
 from spmd_tasks.files import absolute_path
 from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
@@ -72,7 +72,7 @@ class OtherJob(Origin):
   def _checkpoints(self) -> Iterator[Checkpointer]:
     """Opens the other job's checkpoints to read them. Raises a CheckpointError if there are none."""
     directory = absolute_path(self.directory)
-    with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as other:
+    with contextlib.closing(CheckpointRecord(directory).open_checkpoints(read_only=True)) as other:
       if primary_decides(other.latest_step, 'newest_checkpoint', limit_s=_LOOK_LIMIT_S) is None:
         prefixes = ', '.join(f'{fmt.name}:PLACE' for fmt in formats() if fmt.origin is not None)
         raise CheckpointError(

@@ -27,7 +27,7 @@ from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
-from spmd_tasks.programs.job_directory import CONFIG_FILE, SavedSteps
+from spmd_tasks.programs.job_directory import CONFIG_FILE, CheckpointRecord
 from spmd_tasks.programs.origins import origin_of, restore_variables
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step
 from spmd_tasks.runtime import PartitionedModel, TrainState
@@ -122,7 +122,7 @@ class CheckpointReader:
 
   job: Job
   model: PartitionedModel
-  saved: SavedSteps
+  record: CheckpointRecord
   checkpointer: Checkpointer  # read-only
   watchdog: StepWatchdog  # gets the beats of the mode's own steps
   guard: PreemptionGuard  # sees a signal from the first checkpoint on; before, SIGTERM loses nothing
@@ -186,7 +186,7 @@ class CheckpointReader:
           return
       if not watch or used >= experiment.num_train_steps:
         return
-      if primary_decides(functools.partial(self.saved.has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
+      if primary_decides(functools.partial(self.record.has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
         return
       set_activity(None)
       time.sleep(poll_s)
@@ -206,9 +206,9 @@ def open_reader(
   limits = {'timeout_s': experiment.step_timeout_s, 'first_step_timeout_s': experiment.first_step_timeout_s}
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(watch_steps(job_log_dir / activity, emergency, **limits))
-    guard, saved = PreemptionGuard(), SavedSteps(job_log_dir)
+    guard, record = PreemptionGuard(), CheckpointRecord(job_log_dir)
     stack.callback(guard.stop)
-    checkpointer = stack.enter_context(contextlib.closing(saved.open_checkpoints(read_only=True)))
+    checkpointer = stack.enter_context(contextlib.closing(record.open_checkpoints(read_only=True)))
     yield CheckpointReader(
-      job=job, model=model, saved=saved, checkpointer=checkpointer, watchdog=watchdog, guard=guard, stack=stack
+      job=job, model=model, record=record, checkpointer=checkpointer, watchdog=watchdog, guard=guard, stack=stack
     )

@@ -37,7 +37,7 @@ from spmd_tasks.programs.hooks import (
   TrainHook,
   TrainRun,
 )
-from spmd_tasks.programs.job_directory import SavedSteps, claim, write_config
+from spmd_tasks.programs.job_directory import CheckpointRecord, claim, write_config
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, origin_of, restore_or_init
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
@@ -119,7 +119,7 @@ def train(
       hook.prepare(run)
 
     # Open.
-    saved = _claim(run)
+    record = _claim(run)
     run.watchdog = stack.enter_context(
       watch_steps(
         run.job_log_dir,
@@ -135,7 +135,7 @@ def train(
       hook.open(run)
 
     # Restore or initialize.
-    _restore(run, saved, config_json)
+    _restore(run, record, config_json)
     for hook in hooks:
       hook.start(run)
     from_hooks = (hook.batches(run) for hook in hooks)
@@ -170,8 +170,8 @@ def train(
         hook.finish(run)
       return exit_codes.OK
     except PreemptedError:
-      kept = f'step {run.step} is saved' if run.step else 'before the first step'
-      run.message(f'{guard.cause}: {kept}; the same command goes on from there.')
+      saved = f'step {run.step} is saved' if run.step else 'before the first step'
+      run.message(f'{guard.cause}: {saved}; the same command goes on from there.')
       return guard.exit_code
 
 
@@ -182,21 +182,21 @@ def _check_hooks(job: Job, hooks: Sequence[TrainHook]) -> None:
       raise UserError(f'hooks() of {job.name} returns {hook!r}, which is not a TrainHook: see docs/hooks.md.')
 
 
-def _claim(run: TrainRun) -> SavedSteps:
+def _claim(run: TrainRun) -> CheckpointRecord:
   """Claims the directory, on process 0 and until the job ends. Raises a UserError on every process."""
-  saved = SavedSteps(run.job_log_dir)
+  record = CheckpointRecord(run.job_log_dir)
 
   def claim_here() -> None:
-    saved.claimed = run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
+    record.claimed = run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
 
   try:
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
   except PrimaryError as error:
     raise UserError(str(error)) from error
-  return saved
+  return record
 
 
-def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
+def _restore(run: TrainRun, record: CheckpointRecord, config_json: str) -> None:
   """Opens the checkpoints, makes the loop with the first state, and records the config now that nothing is refused."""
   experiment = run.experiment
   retention = Retention(
@@ -204,14 +204,14 @@ def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
     keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     keep_every_hours=experiment.checkpoint_keep_every_hours,
   )
-  run.checkpointer = saved.open_checkpoints(retention=retention)
+  run.checkpointer = record.open_checkpoints(retention=retention)
   run.stack.callback(run.checkpointer.close)
   with run.goodput.spend('checkpoint_restore'):
     state = _first_state(run)
   if is_primary():
     with storage_errors(run.job_log_dir):
       write_config(run.job_log_dir, config_json)
-      saved.write(run.checkpointer.latest_step() or 0)
+      record.write(run.checkpointer.latest_step() or 0)
   run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
   run.stack.callback(run.progress.close)
 

@@ -32,7 +32,7 @@ from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.inputs.base import source_names
 from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import CompareInputs, CountGoodput, FirstState, TrainHook, TrainRun
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
 from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
 from spmd_tasks.replay.rows import describe_rows
@@ -174,7 +174,7 @@ def rerun(opened: OpenJob, hook: ReplayHook) -> str | None:
 
 
 def _open_checkpoints(directory: epath.Path) -> Any:
-  return contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True))
+  return contextlib.closing(CheckpointRecord(directory).open_checkpoints(read_only=True))
 
 
 def _checkpoint_steps(checkpointer: Any) -> list[int]:

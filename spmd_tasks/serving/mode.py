@@ -30,7 +30,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.loading import load_draft
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
@@ -122,7 +122,7 @@ def serve(
     storage, part = (None, None) if steps is None else (steps.storage, model.task.decoding_variables)
 
     def restore(step: int | None) -> tuple[Any, int]:
-      with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
+      with contextlib.closing(CheckpointRecord(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
         variables, restored, _ = restore_evaluation_variables(
           model, checkpointer, step, part, experiment=job.experiment, storage=storage
         )
@@ -213,7 +213,7 @@ def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str |
   origin = job.experiment.origin()
   if step is not None or not isinstance(origin, Base):
     return None
-  with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
+  with contextlib.closing(CheckpointRecord(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
     is_fresh = primary_decides(checkpointer.is_fresh, 'has_checkpoints', limit_s=LOOK_LIMIT_S)
   return origin.path if is_fresh else None
 

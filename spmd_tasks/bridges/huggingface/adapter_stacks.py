@@ -33,7 +33,7 @@ from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.evaluation_weights import names_evaluation_weights
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.dequantized import dequantized_specs
 from spmd_tasks.store_files import place_to_read
@@ -181,7 +181,7 @@ def _read_job(
 ) -> dict[str, np.ndarray]:
   """Reads the evaluation weights of a job's newest checkpoint, which must be adapters of these shapes."""
   path, subtree = source.path, 'learner/ema_weights' if source.is_averaged else 'weights'
-  with contextlib.closing(SavedSteps(epath.Path(path)).open_checkpoints(read_only=True)) as checkpointer:
+  with contextlib.closing(CheckpointRecord(epath.Path(path)).open_checkpoints(read_only=True)) as checkpointer:
     saved = {leaf.name: tuple(leaf.shape) for leaf in checkpointer.saved_leaves(subtree=subtree)}
     state = checkpointer.saved_leaves(subtree='learner/opt_state')
     if not source.is_averaged and names_evaluation_weights(leaf.name for leaf in state):

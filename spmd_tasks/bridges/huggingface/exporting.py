@@ -50,7 +50,7 @@ from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import EncoderDecoderLm
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 
@@ -97,7 +97,7 @@ def export_model(
     folder = origin.open() if isinstance(origin, FolderOrigin) else None
     if only_adapters and folder is None:
       raise UserError(f'{job.name} does not start from a folder, which `peft` needs as the base: use --format hf.')
-    with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
+    with contextlib.closing(CheckpointRecord(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
       is_changed = adapters_of(task.model) or task.frozen_dtype  # even before the first step
       if folder is not None and not step and not is_changed and checkpointer.is_fresh():
         restored, weights = 0, folder.lazy_weights(job.task.model, model.canonical_state.weights)

@@ -41,7 +41,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.learning.adafactor import T5X_HEADS_FACTOR_RULES, T5X_SCANNED_FACTOR_RULES
 from spmd_tasks.learning.frozen_weights import without_frozen
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
 from spmd_tasks.runtime.partition import Part
@@ -269,7 +269,7 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     opened.emergency.on_failure(),
     watch_steps(opened.directory / 'export', opened.emergency, timeout_s=limit_s, first_step_timeout_s=limit_s),
   ):
-    with contextlib.closing(SavedSteps(opened.directory).open_checkpoints(read_only=True)) as checkpointer:
+    with contextlib.closing(CheckpointRecord(opened.directory).open_checkpoints(read_only=True)) as checkpointer:
       restored = checkpointer.restore(model.canonical_state, step)
     if restored is None:
       raise CheckpointError(f'{opened.directory / "checkpoints"} has no checkpoint: train first.')

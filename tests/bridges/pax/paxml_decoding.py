@@ -15,7 +15,7 @@ from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CheckpointRecord
 
 ONE_DEVICE = 'ici_mesh_shape=1,1,1'
 
@@ -31,7 +31,7 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
     maybe_update_decode_output_keys=lambda processed, output: processed, should_process_outputs=lambda dataset: False
   )
   job = from_json(read_saved_config(job_log_dir / 'config.json'), [ONE_DEVICE], [experiment_path]).build()
-  restored = SavedSteps(job_log_dir).open_checkpoints(read_only=True).restore(partition_job(job).canonical_state)
+  restored = CheckpointRecord(job_log_dir).open_checkpoints(read_only=True).restore(partition_job(job).canonical_state)
   state = restored.state
   trained = train_states.TrainState(
     step=jnp.uint32(restored.step), mdl_vars=state.variables, opt_states=state.learner.opt_state
