@@ -80,7 +80,7 @@ def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: Attention
       source = (me - distance) % num_parts
       early_keys, late_keys = _halves(Run(others[0], others[1], others[2], order[source]))
       late_total = add(late_total, late, early_keys)
-      if options.causal:  # the mask hides all other pairs of runs but one, or two of a device's own keys
+      if options.causal:  # early queries see early runs up to their own, late queries late runs up to theirs
         early_total = jax.lax.cond(source <= me, add, _skip, early_total, early, early_keys)
         late_total = jax.lax.cond(source >= me, add, _skip, late_total, late, late_keys)
       else:
