@@ -99,7 +99,9 @@ def split_dims_to_partition_spec(
         f'split dims {tuple(split_dims)} use mesh axis {name!r} twice: split only one dim of a tensor over it.'
       )
   # The mesh axes of each name of each entry; None until a rule applies to the name.
-  assigned = [[(name,) if name in direct_names else None for name in entry] for entry in entries]
+  assigned: list[list[tuple[str, ...] | None]] = [
+    [(name,) if name in direct_names else None for name in entry] for entry in entries
+  ]
   used = set(direct)
   for rule, target in axis_rules:
     axes = axes_of(target)

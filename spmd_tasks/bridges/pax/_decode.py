@@ -60,7 +60,8 @@ def decode(command: Command, opened: OpenJob) -> int:
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: there are no datasets, the command names a file of prompts, or PaxDecoder raises it.
   """
-  job, flags, watch = opened.job, command.flags, command.mode == 'decode'
+  job: Any = opened.job  # with a PaxTask and PaxInputs
+  flags, watch = command.flags, command.mode == 'decode'
   if flags.decode_input is not None:
     raise UserError(
       f'--decode_input {flags.decode_input} is a file of prompts, but {job.name} decodes batches of its own datasets: '

@@ -57,9 +57,9 @@ class DecodeInTraining(TrainHook):
       if run.should_stop():
         raise PreemptedError
 
-    self._decoder = PaxDecoder(
+    self._decoder: Any = PaxDecoder(
       run.model,
-      run.job.decode_inputs,
+      cast(Any, run.job.decode_inputs),
       run.job_log_dir,
       trackers=run.experiment.trackers,
       on_batch=on_batch,
