@@ -13,7 +13,7 @@ Read chips.py with chips.toml (published figures) and rates.toml (the share of t
 is replicated or padded); report.py with plan_page.html. Time has one model: traced_step.py walks the step's jaxpr and
 lists what one device does, networks.py knows the links of mesh axes, and roofline.py divides work by rates. estimate.py
 takes memory from the traced step too, in a second, so that search.py can look for faster settings. A compiled program
-is read by hlo.py (XLA's protocol buffer as typed operations) and program.py (how often each runs); from it
+is read by hlo.py (XLA's text as typed operations) and program.py (how often each runs); from it
 collectives.py and memory.py.
 """
 

@@ -16,7 +16,7 @@ equivalent on a torus), for n devices in a group and x bytes of operand per devi
 Compilers write an asynchronous collective in four ways:
 
     all-gather-start, all-gather-done             a pair of instructions; in between runs other work
-    async-start, async-done                       the same around a computation that holds the collective, or that calls
+    async-start, async-done; call-start, ...      the same around a computation that holds the collective, or that calls
                                                   one which does (SparseCores)
     fusion ... fusion ... fusion (TPU)            the first holds the collective and `AsyncCollectiveStart`, the last
                                                   `AsyncCollectiveDone`; those in between compute and move data on;
@@ -31,28 +31,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal, NamedTuple
+import re
+from typing import Literal, NamedTuple
 
-from google.protobuf import unknown_fields
 import jax
 from jax.sharding import Mesh
 import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning.hlo import Computation, Instruction, nested
-from spmd_tasks.planning.hlo_schema import NEW_FIELDS_FROM
 from spmd_tasks.planning.program import Program, op_name_of
 
 _KINDS = (
   'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'ragged-all-to-all', 'collective-permute',
   'collective-broadcast',
 )  # fmt: skip
-WRAPPER = 'async-start'  # runs another computation meanwhile
+_WRAPPERS = ('async-start', 'call-start', 'fusion-start')  # run another computation meanwhile
 # Instructions that take no time of the device, and so hide nothing of a collective.
 _FREE = frozenset({
   'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'after-all', 'partition-id', 'send', 'recv',
 })  # fmt: skip
-_RENDEZVOUS = '_xla_host_transfer_rendezvous'
 
 Groups = Sequence[np.ndarray]
 
@@ -66,31 +64,23 @@ class Collective:
       'collective_broadcast'.
     axes: the mesh axes along which the devices of a group lie, in the mesh's order.
     group_size: devices in a group; 2 of a permute, which is a list of pairs.
-    group: positions in the mesh's flattened array of devices of one group of that size.
     bytes_per_device: sent over the network by one device in one execution.
     count: executions per step, loops counted.
     network: 'dcn' if devices of one group lie in different slices (nodes), else 'ici'.
     is_asynchronous: whether other work runs between its start and its end.
     is_collective_matmul: whether it belongs to a loop that moves an operand of a product piece by piece meanwhile.
     op_name: JAX's name of what it belongs to.
-    dtype, shape: of the operand (of the largest one of several).
-    start, end: the instructions that start it and wait for it; `end` is None if one instruction does both.
   """
 
   kind: str
   axes: tuple[str, ...]
   group_size: int
-  group: tuple[int, ...]
   bytes_per_device: float
   count: float
   network: Literal['ici', 'dcn']
   is_asynchronous: bool
   is_collective_matmul: bool
   op_name: str
-  dtype: str
-  shape: tuple[int, ...]
-  start: Instruction
-  end: Instruction | None
 
   @property
   def bytes_per_step(self) -> float:
@@ -117,15 +107,15 @@ def collectives(
   slices = np.array([slice_of(device) for device in mesh.devices.flat])
   found = (
     _collective(each, computation, count, dict(mesh.shape), slices)
-    for computation, count in unwrapped_computations(program)
+    for computation, count in _unwrapped_computations(program)
     for each in _scheduled(computation)
   )
   return [each for each in found if each is not None]
 
 
-def unwrapped_computations(program: Program) -> Iterator[tuple[Computation, float]]:
+def _unwrapped_computations(program: Program) -> Iterator[tuple[Computation, float]]:
   """Yields the computations that run, and how often, but for those that a start wraps, which count with it."""
-  waiting = [called for each in program.module.home if each.opcode == WRAPPER for called in each.called]
+  waiting = [called for each in program.module.home if each.opcode in _WRAPPERS for called in each.called]
   wrapped = set[Computation]()
   while waiting:
     wrapped.add(computation := waiting.pop())
@@ -133,106 +123,71 @@ def unwrapped_computations(program: Program) -> Iterator[tuple[Computation, floa
   return ((computation, count) for computation, count in program.executions.items() if computation not in wrapped)
 
 
-def end_of_pair(computation: Computation, start: Instruction) -> Instruction | None:
-  """Returns the `-done` of a `-start`, by way of updates and copies of the handle."""
-  handles = {start}
-  for each in _after(computation, start):
-    if handles & set(each.operands):
-      if each.opcode.endswith('-done'):
-        return each
-      handles.add(each)
-  return None
-
-
-def is_collective(instruction: Instruction) -> bool:
-  """Returns whether an instruction is a collective or starts one."""
-  return instruction.opcode.removesuffix('-start') in _KINDS or bool(_between_slices(instruction))
-
-
 class _Scheduled(NamedTuple):
-  """A collective with the instructions that start it and wait for it in the computation that runs it."""
+  """A collective, the instruction that starts it in the computation that runs it, and whether other work hides it."""
 
   instruction: Instruction
   start: Instruction
-  end: Instruction | None
+  is_asynchronous: bool
 
 
 def _scheduled(computation: Computation) -> Iterator[_Scheduled]:
   """Yields the collectives that a computation runs, each once, in the order of the schedule."""
-  started: set[tuple[str, str, object]] = set()
-  for start in computation.instructions:
-    found = _collectives_in(start)
-    is_fused = start.opcode == 'fusion' and bool(found)
-    targets = _targets(start) if is_fused else frozenset()
+  started: set[tuple[str, ...]] = set()
+  for place, start in enumerate(computation.instructions):
+    targets = start.fused.targets if start.fused else frozenset()
     if 'AsyncCollectiveDone' in targets:
       continue
-    for instruction in found:
+    for instruction in _collectives_in(start):
       identity = _identity(instruction)
-      if is_fused and 'AsyncCollectiveStart' not in targets and identity in started:
+      if start.fused and 'AsyncCollectiveStart' not in targets and identity in started:
         continue  # a fusion that moves the data of a collective on
-      end = None
       if 'AsyncCollectiveStart' in targets:
         started.add(identity)
-        end = _end_of_fused(computation, start, identity)
-      elif start.opcode.endswith('-start'):
-        end = end_of_pair(computation, start)
-      elif start.opcode == 'send':
-        end = _end_of_transfer(computation, start)
-      yield _Scheduled(instruction, start, end)
+      later = computation.instructions[place + 1 :]
+      yield _Scheduled(instruction, start, start.opcode == 'send' or _is_hidden(instruction, start, later))
 
 
-def _collectives_in(instruction: Instruction, holders: Sequence[str] = ('fusion', WRAPPER)) -> list[Instruction]:
+def _collectives_in(instruction: Instruction, holders: Sequence[str] = ('fusion', *_WRAPPERS)) -> list[Instruction]:
   """Returns the collectives that an instruction is or holds; what it calls by a `call` inside counts too."""
-  if is_collective(instruction):
+  if instruction.opcode.removesuffix('-start') in _KINDS or _between_slices(instruction):
     return [instruction]
   if instruction.opcode not in holders:
     return []
   inside = instruction.called[0].instructions
-  return [inner for each in inside for inner in _collectives_in(each, ('fusion', WRAPPER, 'call'))]
+  return [inner for each in inside for inner in _collectives_in(each, ('fusion', *_WRAPPERS, 'call'))]
 
 
 def _between_slices(instruction: Instruction) -> str:
   """Returns what the host's runtime does with a `send` between slices, such as 'all_gather'; '' for all others."""
-  return instruction.note('_xla_megascale_transfer_type').lower() if instruction.opcode == 'send' else ''
+  return instruction.attribute('_xla_megascale_transfer_type').lower() if instruction.opcode == 'send' else ''
 
 
-def _targets(fusion: Instruction) -> frozenset[str]:
-  return frozenset(each.target for each in fusion.called[0].instructions if each.opcode == 'custom-call')
-
-
-def _identity(instruction: Instruction) -> tuple[str, str, object]:
+def _identity(instruction: Instruction) -> tuple[str, ...]:
   """Returns what the fusions of one collective have in common; those that JAX writes out all have channel 1."""
-  return instruction.opcode, instruction.note('chain_id'), instruction.proto.channel_id or instruction.name
+  return (
+    instruction.opcode,
+    instruction.attribute('chain_id'),
+    instruction.attribute('channel_id') or instruction.name,
+  )
 
 
-def _after(computation: Computation, instruction: Instruction) -> Sequence[Instruction]:
-  return computation.instructions[computation.place[instruction] + 1 :]
-
-
-def _end_of_fused(computation: Computation, start: Instruction, identity: tuple) -> Instruction | None:
-  """Returns the fusion after `start` that waits for the same collective."""
-  for each in _after(computation, start):
-    is_done = each.opcode == 'fusion' and 'AsyncCollectiveDone' in _targets(each)
-    if is_done and any(_identity(instruction) == identity for instruction in _collectives_in(each)):
-      return each
-  return None
-
-
-def _end_of_transfer(computation: Computation, send: Instruction) -> Instruction | None:
-  """Returns the `recv-done` of the transfer between slices that a `send` begins."""
-  for each in computation.instructions:
-    if each.opcode == 'recv' and each.note(_RENDEZVOUS) == send.note(_RENDEZVOUS):
-      done = end_of_pair(computation, each)
-      return done if done and computation.place[done] > computation.place[send] else None
-  return None
-
-
-def _hides_work(computation: Computation, scheduled: _Scheduled) -> bool:
-  """Whether other work stands between start and end."""
-  if scheduled.end is None or nested(scheduled.instruction.backend_config, 'collective_backend_config', 'is_sync'):
+def _is_hidden(instruction: Instruction, start: Instruction, later: Sequence[Instruction]) -> bool:
+  """Returns whether other work is between `start` and what waits for the collective in the instructions after it."""
+  is_start = 'AsyncCollectiveStart' in start.fused.targets if start.fused else start.opcode.endswith('-start')
+  if not is_start or nested(instruction.backend_config, 'collective_backend_config', 'is_sync'):
     return False
-  between = computation.instructions[computation.place[scheduled.start] + 1 : computation.place[scheduled.end]]
-  return any(each.opcode not in _FREE and not each.opcode.endswith(('-start', '-done')) for each in between)
+  handles, is_work = {start}, False
+  for each in later:
+    if start.fused and each.fused and 'AsyncCollectiveDone' in each.fused.targets:
+      if _identity(instruction) in map(_identity, _collectives_in(each)):
+        return is_work
+    elif not handles.isdisjoint(each.operands):  # an update, a copy or the end of a pair
+      if each.opcode.endswith('-done'):
+        return is_work
+      handles.add(each)
+    is_work |= each.opcode not in _FREE and not each.opcode.endswith(('-start', '-done'))
+  return False
 
 
 def _kind(scheduled: _Scheduled) -> str:
@@ -253,9 +208,9 @@ def _collective(
   if _between_slices(instruction):
     groups = _one_device_per_slice(slices)
   else:
-    pairs = [(pair.source, pair.target) for pair in instruction.proto.source_target_pairs]
-    moved = [np.array(pair) for pair in pairs if pair[0] != pair[1]]  # without those that stay on their device
-    groups = moved if is_permute else replica_groups(instruction.proto, len(slices))
+    groups = replica_groups(instruction, len(slices))
+    if is_permute:
+      groups = [pair for pair in groups if pair[0] != pair[1]]  # without those that stay on their device
   one_group = max(groups, key=len, default=np.array([], dtype=np.int64))
   size = len(one_group)
   if size < 2 or max(int(group.max()) for group in groups) >= len(slices):
@@ -263,7 +218,6 @@ def _collective(
   shapes = [leaf for operand in instruction.operands for leaf in operand.shape.leaves()]
   if is_permute or kind == 'ragged_all_to_all' or instruction.opcode == 'send':
     shapes = shapes[:1]  # the others are buffers to write to, offsets and sizes, tokens
-  largest = max(shapes, key=lambda shape: shape.num_bytes, default=instruction.shape)
   operand_bytes = sum(shape.num_bytes for shape in shapes)
   if kind == 'all_reduce' and instruction.opcode == 'all-reduce':
     operand_bytes = min(operand_bytes, instruction.shape.num_bytes)  # a TPU converts it on the way
@@ -271,17 +225,12 @@ def _collective(
     kind=kind,
     axes=varying_axes(groups, axis_sizes),
     group_size=size,
-    group=tuple(one_group.tolist()),
     bytes_per_device=_sent_bytes(kind, operand_bytes, size),
     count=count,
     network='dcn' if any((slices[group] != slices[group[0]]).any() for group in groups) else 'ici',
-    is_asynchronous=_hides_work(computation, scheduled),
+    is_asynchronous=scheduled.is_asynchronous,
     is_collective_matmul='windowed_dot_general' in computation.name,
     op_name=instruction.op_name or op_name_of(computation, scheduled.start),
-    dtype=largest.dtype,
-    shape=largest.dims,
-    start=scheduled.start,
-    end=scheduled.end,
   )
 
 
@@ -303,77 +252,87 @@ def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
       return operand_bytes
 
 
-def replica_groups(proto: Any, num_devices: int) -> Groups:
-  """Returns the groups of devices of a collective, as int arrays of positions in the mesh.
+_GROUPS = re.compile(r'\b(?:replica_groups|source_target_pairs)=(.*?)(?=, (?!device_ids)[a-z_-]+=|$)')
+_IOTA = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?')
 
-  XLA writes the groups in full, as a transposed iota array, or as axes of a mesh of its own; none: all devices.
+
+def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
+  """Returns the groups of devices of a collective, or the pairs of a permute, as int arrays of positions in the mesh.
+
+  XLA writes the groups in full, `{{0,1},{2,3}}`; as a transposed iota array, `[2,4]<=[4,2]T(1,0)`; or as axes of a mesh
+  of its own, `mesh['a'=2,'b'=4] {'b'}`. None: all devices.
 
   Args:
-    proto: the HloInstructionProto.
+    instruction: the collective.
     num_devices: of the mesh.
 
   Raises:
     UserError: the groups are written in another way.
   """
+  written = _GROUPS.search(instruction.attributes)
+  text = written[1] if written else '{}'
   try:
-    if proto.HasField('mesh_axes_replica_group_list'):
-      return _mesh_groups(proto.mesh_axes_replica_group_list)
-    for iota in (proto.iota_collective_device_list, proto.collective_device_list.iota_replica_group_list):
-      if iota.num_replica_groups:
-        ids = _iota(iota.iota_reshape_dims, iota.iota_transpose_perm)
-        return list(ids.reshape(iota.num_replica_groups, iota.num_devices_per_group))
-    written = proto.collective_device_list.replica_groups or proto.replica_groups
-    groups = [np.array(group.replica_ids, dtype=np.int64) for group in written if group.replica_ids]
-    if not groups:
-      _refuse_unknown_fields(proto)
-    return groups or [np.arange(num_devices)]
+    if text == '{}':
+      return [np.arange(num_devices)]
+    if re.fullmatch(r'\{(\{[\d,]+\},?)+\}', text):
+      return [np.array(_numbers(group)) for group in re.findall(r'\{([\d,]+)\}', text)]
+    if array := re.fullmatch(rf'\[(\d+),(\d+)\]<=({_IOTA.pattern})', text):
+      return list(_iota(array[3]).reshape(int(array[1]), int(array[2])))
+    return _mesh_groups(text)
   except (ValueError, IndexError) as error:
     raise UserError(
-      f'the compiled program has a collective {proto.name} whose groups of devices cannot be read ({error}): plan with '
-      'the versions of jax, jaxlib and libtpu in uv.lock, or add this form to planning/collectives.py.'
+      f'the compiled program has a collective {instruction.name} whose groups of devices {text} cannot be read '
+      f'({error}): plan with the versions of jax, jaxlib and libtpu in uv.lock, or add this form to '
+      'planning/collectives.py.'
     ) from None
 
 
-def _mesh_groups(listed: Any) -> Groups:
-  """Returns the groups along some axes, or parts of axes, of a mesh; those in a group are in the order of the axes."""
-  mesh, sizes = listed.mesh, [axis.size for axis in listed.mesh.axes]
-  parts = []  # (axis, start, end): its factors between sizes `start` and `end` are in a group
-  for axis in listed.axes:
-    index, part = axis.mesh_axis_index, axis.sub_axis_info
-    is_part = axis.HasField('sub_axis_info')
-    parts.append((index, part.pre_size, part.pre_size * part.size) if is_part else (index, 1, sizes[index]))
+def _mesh_groups(text: str) -> Groups:
+  """Returns the groups along some axes, or parts of axes, of a mesh; those in a group are in the order of the axes.
+
+  `mesh['a'=4,'b'=2], device_ids=([2,2,2]T(1,2,0)) {'a':(2)2,'b'}` has in a group the part of axis a between its factors
+  2 and 2 x 2, and axis b, of a mesh whose devices are the transposed iota array.
+  """
+  written = re.fullmatch(r'mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*)\}', text)
+  if written is None:
+    raise ValueError('neither lists, nor an iota array, nor axes of a mesh')
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", written[1])}
+  # The parts of axes in a group: the factors of an axis between two sizes.
+  parts = [
+    (name, int(start or 1), int(start) * int(size) if start else sizes[name])
+    for name, start, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", written[3])
+  ]
   # Each axis is split wherever a part of it starts or ends; a dimension is then in a group as a whole or not at all.
-  dims: dict[tuple[int, int], int] = {}
-  for index, size in enumerate(sizes):
-    cuts = sorted({1, size, *(cut for part, *bounds in parts if part == index for cut in bounds)})
+  dims: dict[tuple[str, int], int] = {}
+  for axis, size in sizes.items():
+    cuts = sorted({1, size, *(cut for part, *bounds in parts if part == axis for cut in bounds)})
     if any(end % start for start, end in itertools.pairwise(cuts)):
-      raise ValueError(f'parts of axis {index} do not divide its size {size}')
-    dims.update({(index, start): end // start for start, end in itertools.pairwise(cuts)})
+      raise ValueError(f'parts of axis {axis} do not divide its size {size}')
+    dims.update({(axis, start): end // start for start, end in itertools.pairwise(cuts)})
   members = [key for part, start, end in parts for key in dims if key[0] == part and start <= key[1] < end]
   order = [list(dims).index(key) for key in [*(key for key in dims if key not in members), *members]]
-  devices = _mesh_devices(mesh, math.prod(sizes)).reshape(list(dims.values()))
+  devices = _mesh_devices(written[2], math.prod(sizes.values())).reshape(list(dims.values()))
   return list(devices.transpose(order).reshape(-1, math.prod(dims[key] for key in members)))
 
 
-def _mesh_devices(mesh: Any, num_devices: int) -> np.ndarray:
-  if mesh.device_ids:
-    return np.array(mesh.device_ids)
-  if mesh.HasField('iota_device_ids'):
-    return _iota(mesh.iota_device_ids.reshape_dims, mesh.iota_device_ids.transpose_perm)
-  _refuse_unknown_fields(mesh)
-  return np.arange(num_devices)
+def _mesh_devices(text: str | None, num_devices: int) -> np.ndarray:
+  if text is None:
+    return np.arange(num_devices)
+  return _iota(text) if _IOTA.fullmatch(text) else np.array(_numbers(text))
 
 
-def _refuse_unknown_fields(proto: Any) -> None:
-  name = type(proto).__name__
-  numbers = [field.field_number for field in unknown_fields.UnknownFieldSet(proto)]
-  if new := [number for number in numbers if number >= NEW_FIELDS_FROM[name]]:
-    raise ValueError(f'field {new[0]} of its {name} is newer than planning/hlo_schema.py')
+def _iota(text: str) -> np.ndarray:
+  """Returns the array `[4,2]T(1,0)`: numbers from 0 in the shape [4, 2], transposed."""
+  written = _IOTA.fullmatch(text)
+  if written is None:
+    raise ValueError(f'{text} is no iota array')
+  dims = _numbers(written[1])
+  ids = np.arange(math.prod(dims)).reshape(dims)
+  return ids.transpose(_numbers(written[2])) if written[2] else ids
 
 
-def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:
-  ids = np.arange(math.prod(dims)).reshape(tuple(dims))
-  return ids.transpose(tuple(order)) if order else ids
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in text.split(',')]
 
 
 def varying_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -43,10 +43,9 @@ def estimate_step(job: Job, model: PartitionedModel, target: Target, *, num_toke
     'fits': None if chip.hbm_bytes is None else peak <= chip.hbm_bytes,
     'hbm_bytes': chip.hbm_bytes,
     'argument_bytes': arguments,
-    'output_bytes': arguments - memory['batch'],
-    'alias_bytes': arguments - memory['batch'],
     'temp_bytes': peak - arguments,
-    'program_bytes': 0,
+    'on_chip_bytes': None,
+    'host_bytes': None,
     'out_of_memory': None,
     'peak_bytes': peak,
     'memory': memory,
@@ -115,6 +114,8 @@ def _largest(model: PartitionedModel, step: Block) -> list[Json]:
       'dtype': str(live.array.dtype),
       'shape': list(live.array.local_shape),
       'bytes': round(live.array.local_bytes),
+      'padding_bytes': 0,
+      'why': '',
     }
     for live in sorted(step.peak, key=lambda live: -live.array.local_bytes)[:20]
   ]

@@ -1,9 +1,10 @@
-"""Reads XLA's HloModuleProto, which every compiler of JAX gives of the program that it made, as typed operations.
+"""Reads the text that XLA writes of a compiled program, as typed operations in the order of their schedule.
 
-    module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    module.entry.instructions[0].shape.stored_bytes
+    module = read_module(compiled.as_text())
+    module.entry.instructions[0].shape.num_bytes
 
-The fields that it reads are declared in hlo_schema.py.
+The compilers of all devices write the same text. An instruction is a line `%name = shape opcode(operands), attributes`,
+in which a note of a kernel may have line breaks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,16 @@ import math
 import re
 from typing import Any
 
-from spmd_tasks.planning.hlo_schema import DTYPES, schema
-
-HOST_MEMORY = 5  # a layout's memory space; 0 is the device's main memory (HBM), 1 a TPU's vector memory
-VIEWS = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
+_VIEWS = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
 _MAX_DEPTH = 400
+_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{')
+_INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, ([a-z_-]+=.*))?$', re.DOTALL)
+_END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_NAME = re.compile(r'%([\w.-]+)')
+_CALLED = re.compile(
+  r'\b(?:calls|to_apply|condition|body|branch_computations|called_computations|\w+_computation)=(\{[^}]*\}|%[\w.-]+)'
+)
+_ARRAY = re.compile(r'([a-z]\w*)\[([^\]]*)\]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,61 +32,51 @@ class Shape:
   """The shape of a value: an array, or a tuple of shapes.
 
   Attributes:
-    dtype: XLA's name, such as 'f32'; 'tuple' for a tuple, 'token' or 'opaque_type' for what has no bytes.
+    dtype: XLA's name, such as 'f32'; 'tuple' for a tuple, 'token' for what has no bytes.
     dims: the sizes of an array's dims.
-    minor_to_major: the dims as they lie in memory, the fastest first.
-    tile: sizes to which the last dims in memory are padded, such as (8, 128) on a TPU.
-    memory_space: the number of the memory that holds the array.
     elements: the shapes in a tuple.
   """
 
   dtype: str
   dims: tuple[int, ...] = ()
-  minor_to_major: tuple[int, ...] = ()
-  tile: tuple[int, ...] = ()
-  memory_space: int = 0
   elements: tuple['Shape', ...] = ()
 
   def leaves(self) -> Iterator['Shape']:
     """Yields the arrays in the shape, from left to right."""
-    return (shape for _, shape in self.paths())
-
-  def paths(self, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], 'Shape']]:
-    """Yields the arrays in the shape, each with the numbers that lead to it."""
     if self.dtype != 'tuple':
-      yield path, self
-    for index, element in enumerate(self.elements):
-      yield from element.paths((*path, index))
-
-  @property
-  def size(self) -> int:
-    """The number of elements of an array."""
-    return math.prod(self.dims)
-
-  @property
-  def bits(self) -> int:
-    """The bits of one element: the first number in the dtype's name."""
-    digits = re.search(r'\d+', self.dtype)
-    return 8 if self.dtype == 'pred' else int(digits[0]) if digits else 0
+      yield self
+    for element in self.elements:
+      yield from element.leaves()
 
   @property
   def num_bytes(self) -> int:
-    """The bytes of the values, without the padding of tiles; of a tuple, those of all its arrays."""
-    return sum((leaf.size * leaf.bits + 7) // 8 for leaf in self.leaves())
+    """The bytes of the values, without the padding of tiles; the sum over a tuple's arrays."""
+    return sum((math.prod(leaf.dims) * _bits(leaf.dtype) + 7) // 8 for leaf in self.leaves())
 
-  @functools.cached_property
-  def stored_bytes(self) -> int:
-    """The bytes in memory, with every array padded to its tiles."""
-    return sum((math.prod(leaf.tiled_dims) * leaf.bits + 7) // 8 for leaf in self.leaves())
 
-  @property
-  def tiled_dims(self) -> tuple[int, ...]:
-    """An array's dims, rounded up to its tile."""
-    dims = list(self.dims)
-    if len(self.minor_to_major) == len(dims):
-      for dim, size in zip(self.minor_to_major, reversed(self.tile)):
-        dims[dim] = -(-dims[dim] // max(1, size)) * max(1, size)
-    return tuple(dims)
+def _bits(dtype: str) -> int:
+  """Returns the bits of one element: the first number in the dtype's name."""
+  digits = re.search(r'\d+', dtype)
+  return 8 if dtype == 'pred' else int(digits[0]) if digits else 0
+
+
+def read_shape(text: str) -> Shape:
+  """Reads a shape such as `(f32[8,128]{1,0:T(8,128)}, s32[])`."""
+  return _read_shape(re.sub(r'/\*.*?\*/|\{[^}]*\}| ', '', text))
+
+
+def _read_shape(text: str) -> Shape:
+  if array := _ARRAY.fullmatch(text):
+    return Shape(array[1], tuple(int(size.lstrip('<=')) for size in array[2].split(',') if size))
+  if not text.startswith('('):
+    return Shape(text)
+  elements, depth, start = [], 0, 1
+  for i, character in enumerate(text):
+    depth += (character in '([') - (character in ')]')
+    if i + 1 == len(text) or (character == ',' and depth == 1):
+      elements.append(text[start:i])
+      start = i + 1
+  return Shape('tuple', elements=tuple(_read_shape(element) for element in elements if element))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,28 +86,40 @@ class Instruction:
   Attributes:
     name: unique in its computation.
     opcode: XLA's, such as 'fusion', 'dot', 'all-gather-start'.
-    shape: of its result.
+    shape_text: of its result, as written.
     operands: the instructions whose results it takes.
-    called: the computations that it runs or applies: a loop's body and condition, what a fusion fuses, ...
-    proto: the HloInstructionProto, for what only some opcodes have.
+    literal: what stands for the operands of a constant, or of a parameter: its number.
+    called: the computations that it runs or applies: a loop's condition and body, what a fusion fuses, ...
+    attributes: the rest of the line.
   """
 
   name: str
   opcode: str
-  shape: Shape
+  shape_text: str
   operands: tuple['Instruction', ...]
+  literal: str
   called: tuple['Computation', ...]
-  proto: Any
+  attributes: str
 
-  @property
+  @functools.cached_property
+  def shape(self) -> Shape:
+    return read_shape(self.shape_text)
+
+  @functools.cached_property
   def op_name(self) -> str:
     """JAX's name of what the operation computes, such as 'jit(train_step)/transpose(jvp(ffn))/dot_general'; or ''."""
-    return self.proto.metadata.op_name
+    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+    return re.sub(r'\\(.)', r'\1', name[1]) if name else ''
+
+  def attribute(self, name: str) -> str:
+    """Returns an attribute or a note of the compiler without a space or comma in it; '' if there is none."""
+    value = re.search(rf'\b{name}="?([^\s,"}}]*)', self.attributes)
+    return value[1] if value else ''
 
   @property
-  def target(self) -> str:
-    """The kernel or library function that a custom call runs; or ''."""
-    return self.proto.custom_call_target
+  def index(self) -> int:
+    """Which element of a tuple a `get-tuple-element` takes, or which number a parameter has."""
+    return int(self.literal if self.opcode == 'parameter' else self.attribute('index'))
 
   @property
   def fused(self) -> 'Computation | None':
@@ -121,15 +129,12 @@ class Instruction:
   @functools.cached_property
   def backend_config(self) -> Mapping[str, Any]:
     """The compiler's own notes on the operation; empty if there are none or they are not JSON."""
+    _, name, text = self.attributes.partition('backend_config=')
     try:
-      config = json.loads(self.proto.backend_config or b'{}')
+      config = json.JSONDecoder().raw_decode(text)[0] if name else {}
     except ValueError:
       return {}
     return config if isinstance(config, dict) else {}
-
-  def note(self, name: str) -> str:
-    """Returns a note that a part of the compiler left for another one (a frontend attribute); '' if there is none."""
-    return self.proto.frontend_attributes.map.get(name, '')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,50 +146,41 @@ class Computation:
   root: Instruction
 
   @functools.cached_property
-  def place(self) -> Mapping[Instruction, int]:
-    """Instruction -> its index."""
-    return {instruction: index for index, instruction in enumerate(self.instructions)}
+  def targets(self) -> frozenset[str]:
+    """The kernels and library functions that its custom calls run."""
+    calls = (each for each in self.instructions if each.opcode == 'custom-call')
+    return frozenset(each.attribute('custom_call_target') for each in calls)
 
   @functools.cached_property
   def users(self) -> Mapping[Instruction, Sequence[Instruction]]:
     """Instruction -> those that take its result."""
-    found: dict[Instruction, list[Instruction]] = {}
+    users: dict[Instruction, list[Instruction]] = {}
     for instruction in self.instructions:
       for operand in dict.fromkeys(instruction.operands):
-        found.setdefault(operand, []).append(instruction)
-    return found
-
-  @functools.cached_property
-  def parameters(self) -> tuple[Instruction, ...]:
-    """The parameters, by number."""
-    found = [each for each in self.instructions if each.opcode == 'parameter']
-    return tuple(sorted(found, key=lambda each: each.proto.parameter_number))
+        users.setdefault(operand, []).append(instruction)
+    return users
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-  """A program: its computations, those that are called before their callers, and the one where it starts.
-
-  `donated` are the results that are written into an argument's memory, each as the numbers that lead to it.
-  """
+  """A program: its computations, those that are called before their callers, and the one where it starts."""
 
   computations: tuple[Computation, ...]
   entry: Computation
-  donated: frozenset[tuple[int, ...]]
 
   @functools.cached_property
   def home(self) -> Mapping[Instruction, Computation]:
-    """Instruction -> the computation where it stands."""
+    """Instruction -> the computation that it is in."""
     return {each: computation for computation in self.computations for each in computation.instructions}
 
   @functools.cached_property
   def callers(self) -> Mapping[Computation, Instruction]:
     """Computation -> the instruction that runs it; XLA gives nearly all of them one caller."""
-    found: dict[Computation, Instruction] = {}
+    callers: dict[Computation, Instruction] = {}
     for instruction in self.home:
       for called in instruction.called:
-        found.setdefault(called, instruction)
-    return found
+        callers.setdefault(called, instruction)
+    return callers
 
 
 def nested(config: Any, *names: str) -> Any:
@@ -200,41 +196,50 @@ def origin_of(instruction: Instruction, path: tuple[int, ...] = ()) -> tuple[Ins
     if instruction.opcode == 'tuple' and path and path[0] < len(instruction.operands):
       instruction, path = instruction.operands[path[0]], path[1:]
     elif instruction.opcode == 'get-tuple-element':
-      instruction, path = instruction.operands[0], (instruction.proto.tuple_index, *path)
-    elif instruction.opcode in VIEWS and instruction.operands:
+      instruction, path = instruction.operands[0], (instruction.index, *path)
+    elif instruction.opcode in _VIEWS and instruction.operands:
       instruction = instruction.operands[0]
     else:
       break
   return instruction, path
 
 
-def read_module(serialized: bytes) -> Module:
-  """Reads a serialized HloModuleProto."""
-  proto = schema()['HloModuleProto'].FromString(serialized)
-  computations: dict[int, Computation] = {}
-  for each in proto.computations:  # after those that it calls, and an instruction after its operands
-    found: dict[int, Instruction] = {}
-    for written in each.instructions:
-      found[written.id] = Instruction(
-        name=written.name,
-        opcode=written.opcode,
-        shape=_shape(written.shape),
-        operands=tuple(found[operand] for operand in written.operand_ids),
-        called=tuple(computations[called] for called in written.called_computation_ids),
-        proto=written,
-      )
-    order = proto.schedule.sequences[each.id].instruction_ids if each.id in proto.schedule.sequences else found
-    computations[each.id] = Computation(each.name, tuple(found[key] for key in order), found[each.root_id])
-  donated = frozenset(tuple(entry.output_shape_index) for entry in proto.input_output_alias.entries)
-  return Module(tuple(computations.values()), computations[proto.entry_computation_id], donated)
+def read_module(text: str) -> Module:
+  """Reads `compiled.as_text()`."""
+  computations: dict[str, Computation] = {}
+  entry, name = None, ''
+  lines: list[str] = []
+  for line in text.splitlines():
+    if header := _COMPUTATION.match(line):
+      name, lines = header[2], []
+      entry = name if header[1] else entry
+    elif _END.fullmatch(line) and name:
+      computations[name] = _read_computation(name, lines, computations)
+      name = ''
+    elif line.startswith('  ') and re.match(r' +(ROOT )?%?[\w.-]+ = ', line):
+      lines.append(line)
+    elif name and lines:
+      lines[-1] += '\n' + line
+  return Module(tuple(computations.values()), computations[entry or name])
 
 
-def _shape(proto: Any) -> Shape:
-  return Shape(
-    dtype=DTYPES.get(proto.element_type, 'opaque_type'),
-    dims=tuple(proto.dimensions),
-    minor_to_major=tuple(proto.layout.minor_to_major),
-    tile=tuple(proto.layout.tiles[0].dimensions) if proto.layout.tiles else (),
-    memory_space=proto.layout.memory_space,
-    elements=tuple(_shape(element) for element in proto.tuple_shapes),
-  )
+def _read_computation(name: str, lines: Sequence[str], computations: Mapping[str, Computation]) -> Computation:
+  instructions: dict[str, Instruction] = {}
+  root = None
+  for line in lines:  # after its operands, and after the computations that it calls
+    match = _INSTRUCTION.match(line)
+    assert match is not None, line
+    operands, attributes = match[5], match[6] or ''
+    called = [each for text in _CALLED.findall(attributes) for each in _NAME.findall(text)]
+    instructions[match[2]] = instruction = Instruction(
+      name=match[2],
+      opcode=match[4],
+      shape_text=match[3],
+      operands=tuple(instructions[each] for each in _NAME.findall(operands)),
+      literal=operands,
+      called=tuple(computations[each] for each in called),
+      attributes=attributes,
+    )
+    root = instruction if match[1] else root
+  assert root is not None, name
+  return Computation(name, tuple(instructions.values()), root)

@@ -3,7 +3,7 @@
 A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -17,25 +17,26 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 import numpy as np
 
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
-from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
+from spmd_tasks.planning.collectives import collectives, slice_of_device
 from spmd_tasks.planning.estimate import estimate_step
-from spmd_tasks.planning.memory import compiler_bytes, memory_parts
+from spmd_tasks.planning.memory import Buffers, compiler_bytes, memory_parts, read_dump
 from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.pipeline import bubble_fraction, pipeline_report
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.roofline import Term, at_least, roofline_terms, time_of_step
-from spmd_tasks.planning.targets import Target, target_of
+from spmd_tasks.planning.targets import REMEDIES, Target, has_compiler, target_of
 from spmd_tasks.planning.traced_step import trace_step
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
-from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
+from spmd_tasks.runtime.parameter_table import ParameterRow, parameter_rows
 from spmd_tasks.runtime.tpu_options import invalid_option_error
 from spmd_tasks.sharding import AxisRules
 from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
@@ -85,14 +86,12 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
     if not compiles:
       planned[step] = estimate_step(job, model, target, **of_train)
       continue
-    compiled, seconds = compile_step(job, model, step, target)
-    if isinstance(compiled, OutOfMemory):
-      planned[step] = _refused(compiled, step, model) | seconds
-      continue
-    program = read_program(compiled)
-    parts = memory_parts(compiled.memory_analysis(), program, model)
+    compiled, (buffers, program), seconds = compile_step(job, model, step, target)
+    refused = compiled if isinstance(compiled, OutOfMemory) else None
+    code = 0 if refused else compiled.memory_analysis().generated_code_size_in_bytes
+    parts = memory_parts(buffers, program, model, code)
     slice_size = target.num_devices // math.prod(job.experiment.dcn_mesh_shape or (1,))
-    planned[step] = _read_compiled(compiled, program, target, mesh, parts, slice_size) | seconds
+    planned[step] = _read_program(program, target, mesh, parts, slice_size, refused) | seconds
     terms = _terms(job, model, step, target, planned[step])
     planned[step] |= time_of_step(terms, target.chip, target.num_devices, **of_train)
   dcn_shape = job.experiment.dcn_mesh_shape
@@ -116,8 +115,8 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
     'steps': planned,
     'weights': weight_rows(model),
     'pipeline': pipeline_report(job, model),
-    'notes': _notes(target, max(step['peak_bytes'] for step in planned.values())),
-    'assumptions': _assumptions(target, model, compiles, planned.values()),
+    'notes': _notes(target, max(step['peak_bytes'] for step in planned.values()), compiles),
+    'assumptions': _assumptions(target, model, compiles),
     'versions': _versions(target) if compiles else {'jax': jax.__version__},
   }
 
@@ -138,21 +137,15 @@ def _terms(job: Job, model: PartitionedModel, step: str, target: Target, compile
   )
 
 
-def _assumptions(target: Target, model: PartitionedModel, compiles: bool, steps: Iterable[Json]) -> list[str]:
+def _assumptions(target: Target, model: PartitionedModel, compiles: bool) -> list[str]:
   """Returns what a plan rests on, a sentence each."""
   chip = target.chip
   lines = []
-  if not compiles:
-    lines.append('Nothing was compiled: memory and collectives are derived from the traced step.')
   if chip.peak_flops is None:
     lines.append(f'No published figures of {chip.name} are used: there is no time.')
   elif model.tpu_options and chip.platform == 'tpu' and compiles:
     options = ', '.join(f'{name}={value}' for name, value in model.tpu_options.items())
     lines.append(f'The train step is compiled with tpu_options of the experiment: {options}.')
-  if any(term['name'] == 'experts' for step in steps for term in step.get('terms', ())):
-    lines.append(
-      'Routing is balanced: if the busiest device computes 1.2 times the mean number of rows, experts take 20% longer.'
-    )
   return lines
 
 
@@ -179,66 +172,42 @@ def plan_compiled(compiled: Any, target: Target, *, mesh: Mesh | None = None) ->
   if peak_flops_per_device(kind) != target.chip.peak_flops:
     raise UserError(f'the program was compiled for {kind!r}, not for {target.name}: give the target of its devices.')
   analysis = compiled.memory_analysis()
-  parts = {'peak_bytes': compiler_bytes(analysis)}
-  return _read_compiled(compiled, read_program(compiled), target, mesh, parts, target.num_devices)
+  parts = {
+    name: getattr(analysis, f'{name.removesuffix("_bytes")}_size_in_bytes') for name in ('argument_bytes', 'temp_bytes')
+  }
+  parts['peak_bytes'] = compiler_bytes(analysis)
+  return _read_program(read_program(compiled), target, mesh, parts, target.num_devices)
 
 
-def _read_compiled(compiled: Any, program: Program, target: Target, mesh: Mesh, parts: Json, slice_size: int) -> Json:
-  analysis, hbm_bytes = compiled.memory_analysis(), target.chip.hbm_bytes
+def _read_program(
+  program: Program, target: Target, mesh: Mesh, parts: Json, slice_size: int, refused: 'OutOfMemory | None' = None
+) -> Json:
   slice_of = slice_of_device if target.chip.platform != 'cpu' else lambda device: device.id // slice_size
-  found = collectives(program, mesh, slice_of)
-  names = [field.name for field in dataclasses.fields(Collective) if field.name not in ('group', 'start', 'end')]
+  hbm_bytes = refused.available_bytes if refused else target.chip.hbm_bytes
   is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return {
-    'fits': None if hbm_bytes is None else is_checked or parts['peak_bytes'] <= hbm_bytes,
+    'fits': False if refused else None if hbm_bytes is None else is_checked or parts['peak_bytes'] <= hbm_bytes,
     'hbm_bytes': hbm_bytes,
-    # A TPU's temporaries count more than is held at once.
-    **{f'{name}_bytes': getattr(analysis, f'{name}_size_in_bytes') for name in ('argument', 'output', 'alias', 'temp')},
-    'program_bytes': analysis.generated_code_size_in_bytes,
-    'out_of_memory': None,
+    'out_of_memory': refused and refused._asdict(),
     **parts,
-    'collectives': [{name: getattr(each, name) for name in names} for each in found],
+    'collectives': [dataclasses.asdict(each) for each in collectives(program, mesh, slice_of)],
   }
 
 
-def _refused(refused: 'OutOfMemory', step: str, model: PartitionedModel) -> Json:
-  """The plan of a refused step: its state by shapes and shardings, and the rest of what the compiler needs."""
-  state = model.padded_state
-  held = {'weights': bytes_per_device(state.weights)}
-  if step == 'train':
-    held |= {
-      'optimizer': bytes_per_device(state.learner),
-      'other_state': bytes_per_device((state.step, state.rng, state.non_trainable)),
-      'batch': bytes_per_device(model.input_layout.padded),
-    }
-  arguments = sum(held.values())
-  temporaries = max(0, refused.needed_bytes - (0 if refused.is_temporaries else arguments))
-  return {
-    'fits': False,
-    'hbm_bytes': refused.available_bytes,
-    'peak_bytes': arguments + temporaries,
-    **{'argument_bytes': arguments, 'output_bytes': 0, 'alias_bytes': 0, 'temp_bytes': temporaries},
-    'program_bytes': 0,
-    'padding_bytes': round(held['weights'] * model.padding_waste),
-    'out_of_memory': {
-      **{name: getattr(refused, name) for name in ('needed_bytes', 'available_bytes')},
-      'message': refused.message.splitlines()[0],
-    },
-    'memory': held | {'temporaries': temporaries},
-    **{name: [] for name in ('largest', 'collectives', 'terms')},
-    **dict.fromkeys(('predicted_step_s', 'predicted_mfu', 'tokens_per_s_per_chip')),
-    'shares': {},
-  }
-
-
-def _notes(target: Target, needed: int) -> list[str]:
-  available = target.chip.hbm_bytes
-  if target.chip.platform != 'gpu' or not available or not _JAX_SHARE * available < needed <= available:
-    return []
-  return [
-    f"JAX takes {_JAX_SHARE:.0%} of a GPU's memory and this needs {needed / available:.0%}: run it with the "
-    'environment variable XLA_CLIENT_MEM_FRACTION=0.95.'
-  ]
+def _notes(target: Target, needed: int, compiles: bool) -> list[str]:
+  notes, platform, available = [], target.chip.platform, target.chip.hbm_bytes
+  if not compiles:
+    missing = f'because the compiler for {target.name} is not installed ({REMEDIES.get(platform)})'
+    notes.append(
+      f'Nothing was compiled, {"as --no_compile asks" if has_compiler(platform) else missing}: memory is estimated, '
+      "within 10% of the compiler's for most dense models and 15% with experts."
+    )
+  if platform == 'gpu' and available and _JAX_SHARE * available < needed <= available:
+    notes.append(
+      f"JAX takes {_JAX_SHARE:.0%} of a GPU's memory and this needs {needed / available:.0%}: run it with the "
+      'environment variable XLA_CLIENT_MEM_FRACTION=0.95.'
+    )
+  return notes
 
 
 def mesh_devices(experiment: Experiment) -> int | None:
@@ -361,23 +330,24 @@ def _names(entry: SplitDim) -> tuple[str, ...]:
 
 STEPS = ('train', 'eval', 'prefill', 'decode')
 _SIZE = r'([\d.]+)([KMGT]?)i?B?'
-_REFUSALS = (  # of all that a device holds; of temporaries alone
-  (False, re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm')),
-  (True, re.compile(rf'required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)')),
+_REFUSALS = (
+  re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm'),
+  re.compile(rf'required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)'),  # with the arguments
 )
 _UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
 class OutOfMemory(NamedTuple):
-  """The compiler's refusal: bytes of one device, its own words, and whether it counts temporaries alone."""
+  """The compiler's refusal: bytes of one device, and the first line of its own words."""
 
   needed_bytes: int
   available_bytes: int
   message: str
-  is_temporaries: bool
 
 
-def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -> tuple[Any, dict[str, float]]:
+def compile_step(
+  job: Job, model: PartitionedModel, step: str, target: Target
+) -> tuple[Any, tuple[Buffers, Program], dict[str, float]]:
   """Lowers and compiles one step of a job.
 
   Args:
@@ -387,7 +357,7 @@ def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -
     target: is named in the lines on stderr before and after it.
 
   Returns:
-    (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).
+    (a jax.stages.Compiled or the compiler's OutOfMemory, its buffers and program, trace_seconds and compile_seconds).
 
   Raises:
     UserError: the task has no such step, its split is impossible, or the compiler knows an option not.
@@ -395,20 +365,36 @@ def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -
   note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
   note('...')
   start = time.perf_counter()
-  with quiet_stderr(target.chip.platform != 'cpu'):
+  quiet = quiet_stderr(target.chip.platform != 'cpu')
+  with tempfile.TemporaryDirectory() as folder, _without_compilation_cache(), quiet:
     # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
     with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
       lowered = _lower(job, model, step)
     traced = time.perf_counter()
     try:
-      made = lowered.compile()
+      made = lowered.compile(compiler_options={'xla_dump_to': folder})
     except jax.errors.JaxRuntimeError as error:
       made = read_refusal(str(error))
       if made is None:
         raise invalid_option_error(error) or error from error.__cause__
-  compiled = time.perf_counter()
+    compiled = time.perf_counter()
+    dump = read_dump(folder, target.chip.platform)
   note('needs more memory than there is' if isinstance(made, OutOfMemory) else 'done', f'{compiled - start:.0f} s')
-  return made, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
+  return made, dump, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
+
+
+@contextlib.contextmanager
+def _without_compilation_cache() -> Iterator[None]:
+  """Has JAX compile what its persistent cache has too: only a compiler writes its buffers."""
+  setting = 'jax_enable_compilation_cache'
+  is_enabled = getattr(jax.config, setting)
+  jax.config.update(setting, False)
+  compilation_cache.reset_cache()  # JAX asks for the setting once
+  try:
+    yield
+  finally:
+    jax.config.update(setting, is_enabled)
+    compilation_cache.reset_cache()
 
 
 def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
@@ -428,10 +414,10 @@ def read_refusal(message: str) -> OutOfMemory | None:
   """Reads the compiler's out-of-memory error; None if it is another error."""
   if 'RESOURCE_EXHAUSTED' not in message and 'out of memory' not in message.lower():
     return None
-  for is_temporaries, pattern in _REFUSALS:
+  for pattern in _REFUSALS:
     if found := pattern.search(message):
       needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-      return OutOfMemory(round(needed), round(available), message, is_temporaries)
+      return OutOfMemory(round(needed), round(available), message.splitlines()[0])
   return None
 
 

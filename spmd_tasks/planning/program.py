@@ -1,8 +1,7 @@
 """Says what a compiled program runs and how often: its operations in the order of their schedule, loops counted.
 
-    program = read_program(compiled)
-    for instruction, count in program.steps():          # the operations that run
-      print(count, instruction.opcode, instruction.shape, instruction.op_name)
+    for computation, count in read_program(compiled).executions.items():
+      print(count, [instruction.opcode for instruction in computation.instructions])
 
 An operation may run other computations: a `while` its body, a `conditional` one of its branches, a `fusion` all that it
 fuses. How often a loop runs, a compiler may say (`known_trip_count`); that of TPUs does not. Else it is counted: one
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import operator
+import re
 from typing import Any
 
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
@@ -49,8 +49,8 @@ class Program:
   def executions(self) -> Mapping[Computation, float]:
     """Computation -> how often one execution of the program runs it, without what is inside of fusions.
 
-    A loop with an unknown trip count counts once (`unknown_loops` names them), but for those of `rare_loops`, which
-    do not count; of a conditional's branches only the one with the most work counts.
+    A loop with an unknown trip count counts once, but a loop for experts' rows that did not fit the first time counts
+    none; of a conditional's branches only the one with the most work counts.
     """
     counts: dict[Computation, float] = {}
 
@@ -63,39 +63,18 @@ class Program:
     visit(self.module.entry, 1)
     return counts
 
-  @property
-  def unknown_loops(self) -> tuple[str, ...]:
-    """The loops that run but whose trip counts are unknown, as `loop (op_name)`."""
-    return self._untold_loops(is_rare=False)
-
-  @property
-  def rare_loops(self) -> tuple[str, ...]:
-    """The loops for which the usual number of passes is none: experts' rows that did not fit the first time."""
-    return self._untold_loops(is_rare=True)
-
-  def _untold_loops(self, is_rare: bool) -> tuple[str, ...]:
-    loops = [each for each, count in self.steps() if count and each.opcode == 'while']
-    untold = [loop for loop in loops if self.trip_counts[loop] is None and _is_rare(loop) == is_rare]
-    return tuple(f'{loop.name} ({loop.op_name})' for loop in untold)
-
-  def steps(self) -> Iterator[tuple[Instruction, float]]:
-    """Yields every instruction that runs and how often, computation by computation."""
-    for computation, count in self.executions.items():
-      for instruction in computation.instructions:
-        yield instruction, count
-
   def runs(self, instruction: Instruction) -> Iterator[tuple[Computation, float]]:
     """Yields the computations that an instruction runs, fusions and reducers apart, and how often each."""
     match instruction.opcode:
       case 'while':
         known = self.trip_counts[instruction]
-        trips = (0 if _is_rare(instruction) else 1) if known is None else known
-        body, condition = instruction.called
+        trips = (0 if FURTHER_PASSES_NAME in instruction.op_name else 1) if known is None else known
+        condition, body = instruction.called
         yield body, trips
         yield condition, trips + 1
       case 'conditional':
         yield max(instruction.called, key=self._work), 1
-      case 'call' | 'async-start':
+      case 'call' | 'async-start' | 'call-start' | 'fusion-start':
         for called in instruction.called:
           yield called, 1
 
@@ -108,11 +87,7 @@ class Program:
 
 def read_program(compiled: Any) -> Program:
   """Reads a jax.stages.Compiled, for any platform."""
-  return Program(read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()))
-
-
-def _is_rare(loop: Instruction) -> bool:
-  return FURTHER_PASSES_NAME in loop.op_name
+  return Program(read_module(compiled.as_text()))
 
 
 def op_name_of(computation: Computation, instruction: Instruction) -> str:
@@ -139,7 +114,7 @@ def loop_element_name(loop: Instruction, index: int) -> str:
   Of an update, as of a stack of all layers' activations, that is the name of what is written, not of the update; it is
   '.../while/carry' if that is what the pass of the loop received.
   """
-  body = loop.called[0]
+  body = loop.called[1]
   writer, _ = origin_of(body.root, (index,))
   made = [each for each in writer.operands if origin_of(each)[0].opcode not in ('parameter', 'constant')]
   for each in sorted(made, key=lambda each: -each.shape.num_bytes):
@@ -155,7 +130,7 @@ def _is_jax_name(op_name: str) -> bool:
 
 
 def _loop_name(loop: Instruction) -> str:
-  names = [each.op_name.split(_LOOP)[0] for each in loop.called[0].instructions if _LOOP in each.op_name]
+  names = [each.op_name.split(_LOOP)[0] for each in loop.called[1].instructions if _LOOP in each.op_name]
   return f'{collections.Counter(names).most_common(1)[0][0]}/while' if names else ''
 
 
@@ -177,7 +152,7 @@ def _trip_count(module: Module, loop: Instruction) -> int | None:
   known = nested(loop.backend_config, 'known_trip_count', 'n')
   if known is not None:
     return int(known)
-  body, condition = loop.called
+  condition, body = loop.called
   start = _Reader(module, (), -1)
   for index, element in enumerate(loop.shape.elements):
     if element.dims or element.dtype not in _COUNTERS:
@@ -213,17 +188,17 @@ class _Reader:
       case 'tuple' if index is not None:
         return self.value(instruction.operands[index], depth=depth + 1)
       case 'get-tuple-element' if index is None:
-        return self.value(instruction.operands[0], instruction.proto.tuple_index, depth + 1)
+        return self.value(instruction.operands[0], instruction.index, depth + 1)
       case 'parameter':
         return self._argument(instruction, index, depth + 1)
       case 'while':
-        is_kept = index is not None and _is_invariant(instruction.called[0], index)
+        is_kept = index is not None and _is_invariant(instruction.called[1], index)
         return self.value(instruction.operands[0], index, depth + 1) if is_kept else None
       case 'fusion' | 'call':
         return self.value(instruction.called[0].root, index, depth + 1)
       case opcode if opcode in _HANDED_ON:
         return self.value(instruction.operands[0], index, depth + 1)
-    compute = _OPERATIONS.get(instruction.proto.comparison_direction or instruction.opcode)
+    compute = _OPERATIONS.get(instruction.attribute('direction') or instruction.opcode)
     if compute is None:
       return None
     left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
@@ -239,18 +214,11 @@ class _Reader:
       return self.value(caller, index, depth)
     if caller is None or caller.opcode not in ('fusion', 'call'):
       return None
-    return self.value(caller.operands[parameter.proto.parameter_number], index, depth)
+    return self.value(caller.operands[parameter.index], index, depth)
 
 
 def _constant(instruction: Instruction) -> int | None:
-  literal = instruction.proto.literal
-  for values in (literal.s32s, literal.u32s, literal.s64s, literal.u64s):
-    if len(values) == 1:
-      return values[0]
-  for text in (literal.s8s, literal.u8s, literal.s16s, literal.u16s):
-    if text and instruction.shape.size == 1:
-      return int.from_bytes(text, 'little', signed=instruction.shape.dtype.startswith('s'))
-  return None
+  return int(instruction.literal) if re.fullmatch(r'-?\d+', instruction.literal) else None
 
 
 def _is_invariant(body: Computation, index: int) -> bool:
@@ -262,5 +230,5 @@ def _is_invariant(body: Computation, index: int) -> bool:
   element = body.root.operands[index]
   while element.opcode in _COPIES:
     element = element.operands[0]
-  is_element = element.opcode == 'get-tuple-element' and element.proto.tuple_index == index
+  is_element = element.opcode == 'get-tuple-element' and element.index == index
   return is_element and element.operands[0].opcode == 'parameter'

@@ -6,7 +6,6 @@ Both have the same rows. The page is the template plan_page.html: it needs no ne
 follows light and dark, and can be printed.
 """
 
-import collections
 from collections.abc import Mapping, Sequence
 import math
 import re
@@ -16,13 +15,13 @@ import jinja2
 
 Json = Mapping[str, Any]
 _COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
+_MAX_ARRAYS = 12
 _MAX_NAME = 80
 TIME_COLUMNS = ('term', 'seconds', 'share', 'without it', 'work', 'rate', 'basis of the rate')
 SEARCH_COLUMNS = ('step', 'gain', 'MFU', 'memory', 'flags', 'why')
 WEIGHT_COLUMNS = ('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')
 _SHORTER = (
   (re.compile(r'^jit\(\w+\)/'), ''),
-  (re.compile(r'/[\w(]*=[^/]*'), ''),  # a scope that states a number
   (re.compile(r'transpose\(jvp\(\w*\)\)/'), 'backward: '),
   (re.compile(r'jvp\(\w*\)/'), 'forward: '),
   (re.compile(r'/(while|body|closed_call|checkpoint|rematted_computation)(?=/|$)'), ''),
@@ -42,9 +41,9 @@ def format_plan(plan: Json) -> str:
   ]
   for name, planned in plan['steps'].items():
     step = _step(planned)
-    memory = [*step['memory'], (_whose(plan), size(step['peak']), '')]
+    memory = [*step['memory'], (_whose(plan), size(step['peak']), ''), *((*row, '') for row in step['elsewhere'])]
     lines += _section(f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device', memory)
-    lines += _section('largest at the peak', step['largest'][:8])
+    lines += _section('largest at the peak', step['largest'])
     lines += _section('collectives, sent by one device in a step', step['collectives'], 12)
     lines += _section('time of a step', [TIME_COLUMNS, *step['time']] if step['time'] else [])
   for title, rows in _search(plan).items():
@@ -188,18 +187,27 @@ def _step(step: Json) -> dict[str, Any]:
     'memory': [(_words(name), size(part), percent(part / peak)) for name, part in held.items()],
     'shares': [100 * part / full for part in held.values()],  # percent of the bar
     'limit': limit and 100 * limit / full,
-    'largest': _largest(step['largest']),
+    'elsewhere': [
+      (name, size(step[key]))
+      for name, key in (("in the chip's own memory", 'on_chip_bytes'), ("in the host's memory", 'host_bytes'))
+      if step[key]
+    ],
+    'largest': _largest(step['largest'], step['peak_bytes']),
     'collectives': _collectives(step['collectives']),
     'time': time,
   }
 
 
-def _largest(arrays: Sequence[Json]) -> list[tuple[str, ...]]:
-  """Returns one row for all arrays of one shape and place."""
-  rows = [(size(x['bytes']), f'{x["dtype"]}{x["shape"]}', x['part'], _layer(x)) for x in arrays]
-  return [
-    (f'{count} x {row[0]}' if count > 1 else row[0], *row[1:]) for row, count in collections.Counter(rows).items()
-  ]
+def _largest(arrays: Sequence[Json], peak: int) -> list[tuple[str, ...]]:
+  """Returns one row for all arrays of one shape, place and reason, the largest first, and one for everything else."""
+  groups: dict[tuple[str, ...], list[int]] = {}
+  for x in arrays:
+    key = size(x['bytes']), f'{x["dtype"]}{x["shape"]}', x['part'], _layer(x), x['why']
+    groups.setdefault(key, []).append(x['bytes'])
+  shown = sorted(groups.items(), key=lambda item: -sum(item[1]))[:_MAX_ARRAYS]
+  rest = peak - sum(sum(each) for _, each in shown)
+  rows = [(f'{len(each)} x {key[0]}' if len(each) > 1 else key[0], *key[1:]) for key, each in shown]
+  return [*rows, (size(rest), '', '', 'everything else', '')] if rest > 0 and rows else rows
 
 
 def _search(plan: Json) -> dict[str, list[tuple[str, ...]]]:

@@ -35,7 +35,7 @@ _EXAMPLES = 'v5p:4x4x2, v6e:16x16, v5e:8x4, 2x v5p:8x8x4 (two slices), h200:8, h
 _MAX_DEVICES = 1_000_000
 _EXAMPLE_OF = {0: '{}:8', 2: '{}:8x4', 3: '{}:4x4x2'}  # by the dims of the torus
 _PACKAGES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda13_plugin', 'jax_cuda12_plugin')}
-_REMEDIES = {'tpu': "pip install 'spmd-tasks[plan-tpu]'", 'gpu': "pip install 'spmd-tasks[plan-gpu]'"}
+REMEDIES = {'tpu': "pip install 'spmd-tasks[plan-tpu]'", 'gpu': "pip install 'spmd-tasks[plan-gpu]'"}
 _LIBTPU_ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',  # no metadata server of a cloud machine
   'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -139,7 +139,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
     return _fake_devices(target.num_devices)
   if not has_compiler(platform):
     raise UserError(
-      f'the compiler for {target.name} is not installed: {_REMEDIES[platform]}, or plan for '
+      f'the compiler for {target.name} is not installed: {REMEDIES[platform]}, or plan for '
       f'--target cpu:{target.num_devices}, where weights and padding are the same.'
     )
   make = _tpu_devices if platform == 'tpu' else _gpu_devices

@@ -1,11 +1,9 @@
 """Small training steps, compiled once per test process, and programs written by hand as XLA's text."""
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import fiddle as fdl
-from jaxlib import _hlo
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import Job, partition_job
@@ -70,7 +68,6 @@ ADD = """\
 
 
 def program_of(text: str) -> Program:
-  """Reads a program written by hand, or kept as a file, after XLA's own parser; `%add` is there for reductions."""
-  text = re.sub(r' \(.*\) -> .* \{$', ' {', text, flags=re.MULTILINE)  # signatures, which the parser compares
+  """Reads a program written by hand as XLA's text; `%add` is there for reductions."""
   head, line, rest = text.partition('\n')
-  return Program(read_module(_hlo.hlo_module_from_text(f'{head}{line}\n{ADD}{rest}').as_serialized_hlo_module_proto()))
+  return Program(read_module(f'{head}{line}\n{ADD}{rest}'))

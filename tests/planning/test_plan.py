@@ -42,7 +42,6 @@ def test_plan_and_run_agree_on_memory(plan):
   program = partition_job(job_of('synthetic.Uneven')).train_step.compile()  # as programs/train.py does
   memory, step = program.memory_analysis(), plan
   assert (step['argument_bytes'], step['temp_bytes']) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
-  assert step['output_bytes'] - step['alias_bytes'] == memory.output_size_in_bytes - memory.alias_size_in_bytes
   assert step['temp_bytes'] > 0
   assert plan['fits'] is None  # nobody says how much memory a CPU has
 
@@ -61,21 +60,19 @@ def test_chips_that_are_not_the_meshs_are_refused():
 
 
 @pytest.mark.parametrize(
-  'message, needed, is_temporaries',
+  'message, needed',
   [
-    ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 55.80G of 15.75G hbm. Exceeded ...', 55.8, False),
+    ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 55.80G of 15.75G hbm. Exceeded ...', 55.8),
     (
       'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (68.03G) exceeds '
       'available HBM (15.75G).',
       68.03,
-      True,
     ),
   ],
 )
-def test_the_compilers_refusal_is_read(message, needed, is_temporaries):
+def test_the_compilers_refusal_is_read(message, needed):
   refused = read_refusal(message)
   assert (refused.needed_bytes, refused.available_bytes) == (round(needed * 2**30), round(15.75 * 2**30))
-  assert refused.is_temporaries == is_temporaries
 
 
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
@@ -125,7 +122,7 @@ def test_without_compiling_a_plan_has_the_same_keys(plan):
   assert estimated['weights'] == plan['weights']
   for name in ('weights', 'optimizer', 'batch'):
     assert estimated['memory'][name] == plan['memory'][name]
-  assert 'Nothing was compiled' in format_plan(estimated)
+  assert 'Nothing was compiled, as --no_compile asks' in format_plan(estimated)
 
 
 def test_only_the_train_step_is_estimated():
@@ -238,28 +235,15 @@ def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
 
 def test_a_pod_is_planned_without_its_compiler(monkeypatch, capsys):
   """512 chips in seconds: --no_compile, and the default if the compiler is not installed."""
-  monkeypatch.setattr('spmd_tasks.planning.mode.has_compiler', lambda platform: False)
+  for module in ('mode', 'plan'):
+    monkeypatch.setattr(f'spmd_tasks.planning.{module}.has_compiler', lambda platform: False)
   monkeypatch.setattr(targets, '_devices', None)  # a call would raise
   assert binary.run_in_process('--exp', 'lm.Llama70B', '--mode', 'plan') == exit_codes.OK
   printed = capsys.readouterr().out
   assert printed.startswith('lm.Llama70B on v5p:8x8x8: 512 devices')
   assert 'products limit it' in printed
   assert 'estimated in' in printed
-
-
-def test_a_published_model_is_planned_from_its_config_alone(tmp_path, capsys):
-  config = {
-    'model_type': 'qwen3',
-    'architectures': ['Qwen3ForCausalLM'],
-    **{'vocab_size': 500, 'hidden_size': 96, 'intermediate_size': 200, 'head_dim': 32, 'tie_word_embeddings': True},
-    **{'num_hidden_layers': 2, 'num_attention_heads': 6, 'num_key_value_heads': 2, 'hidden_act': 'silu'},
-  }
-  (tmp_path / 'config.json').write_text(json.dumps(config))
-  flags = ('--set', f'model={tmp_path}', '--set', 'seq_len=64', '--set', 'batch_size=16', '--ici_mesh_shape', '1,4,2')
-  command = ('--exp', 'hf.Model', '--mode', 'plan', '--no_compile', '--target', 'v5e:2x4', *flags)
-  assert binary.run_in_process(*command) == exit_codes.OK
-  layer = 96 * 32 * (6 + 2 + 2 + 6) + 3 * 96 * 200 + 2 * 96 + 2 * 32
-  assert f'{500 * 96 + 2 * layer + 96:,} parameters' in capsys.readouterr().out
+  assert 'Nothing was compiled, because the compiler for v5p:8x8x8 is not installed (pip install' in printed
 
 
 def test_bubbles_are_a_term_of_their_own():

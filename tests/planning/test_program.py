@@ -10,18 +10,18 @@ from tests.planning.compiled_steps import program_of
 
 
 @pytest.mark.parametrize(
-  'text, num_bytes, stored_bytes',
+  'text, num_bytes',
   [
-    ('f32[3,200]{1,0:T(8,128)}', 2400, 8 * 256 * 4),
-    ('bf16[200,3]{0,1:T(8,128)(2,1)}', 1200, 8 * 256 * 2),  # dim 0 is minor
-    ('f32[4,1000]{1,0:T(1024)S(1)}', 16000, 4 * 1024 * 4),
-    ('s4[7]{0:E(4)}', 4, 4),
-    ('(f32[2]{0}, /*index=1*/(s32[], pred[3]), token[])', 8 + 4 + 3, 15),
+    ('f32[3,200]{1,0:T(8,128)}', 2400),
+    ('bf16[200,3]{0,1:T(8,128)(2,1)}', 1200),  # dim 0 is minor
+    ('f32[4,1000]{1,0:T(1024)S(1)}', 16000),
+    ('s4[7]{0:E(4)}', 4),
+    ('(f32[2]{0}, /*index=1*/(s32[], pred[3]), token[])', 8 + 4 + 3),
   ],
 )
-def test_shapes(text, num_bytes, stored_bytes):
+def test_shapes(text, num_bytes):
   shape = program_of(f'HloModule m\n\nENTRY %main {{\n  ROOT %p = {text} parameter(0)\n}}').module.entry.root.shape
-  assert (shape.num_bytes, shape.stored_bytes) == (num_bytes, stored_bytes)
+  assert shape.num_bytes == num_bytes
 
 
 PROGRAM = """\
@@ -69,13 +69,13 @@ frontend_attributes={settings={
 def test_a_program_with_a_loop():
   program = program_of(PROGRAM)
   module = program.module
-  assert (module.entry.name, module.donated) == ('main', {(0,)})
+  assert module.entry.name == 'main'
   assert {loop.name: trips for loop, trips in program.trip_counts.items()} == {'loop': 5}  # 1, 3, 5, 7, 9
   assert {each.name: times for each, times in program.executions.items()} == {'main': 1, 'body': 5, 'condition': 6}
   by_name = {each.name: each for each in module.home}
   fusion, kernel = by_name['f'], by_name['kernel']
   assert fusion.op_name == 'jit(f)/while/dot "x"'
-  assert (kernel.target, [each.name for each in kernel.operands], kernel.op_name) == (
+  assert (kernel.attribute('custom_call_target'), [each.name for each in kernel.operands], kernel.op_name) == (
     'tpu_custom_call',
     ['result'],
     'kernel',
@@ -95,7 +95,6 @@ def test_a_program_with_a_loop():
 def test_trip_counts(change, trips):
   program = program_of(PROGRAM.replace(*change))
   assert list(program.trip_counts.values()) == [trips]
-  assert bool(program.unknown_loops) == (trips is None)
 
 
 def test_loops_for_what_did_not_fit_experts_buffers_count_none():
@@ -104,7 +103,6 @@ def test_loops_for_what_did_not_fit_experts_buffers_count_none():
   named = f'body=%body, metadata={{op_name="jit(f)/{FURTHER_PASSES_NAME}/while"}}\n'
   program = program_of(of_unknown_length.replace('body=%body\n', named))
   assert {each.name: times for each, times in program.executions.items()} == {'main': 1, 'body': 0, 'condition': 1}
-  assert (program.unknown_loops, len(program.rare_loops)) == ((), 1)
 
 
 def layers(x, stack, is_odd):
@@ -120,5 +118,4 @@ def layers(x, stack, is_odd):
 def test_trip_counts_of_what_xla_compiled():
   arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((16, 8), 'f4'), ((5, 8, 8), 'f4'), ((), '?'))]
   program = read_program(jax.jit(layers).lower(*arguments).compile())
-  assert program.unknown_loops == ()
   assert {5, 3} <= set(program.trip_counts.values())
