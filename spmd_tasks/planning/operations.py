@@ -74,7 +74,8 @@ class Operation:
     sizes: of a product, its rows, columns and contracted size; of attention, the head dim alone.
     dtype: of the product's operands.
     collective, group: kind and mesh axes of a collective.
-    bytes: that one device sends in a collective, or copies to or from the host's memory.
+    bytes: that one device sends in a collective, copies to or from the host's memory, or reads and writes in a
+      'grouped' product.
     to_host: the direction of such a copy.
     body, count: of a loop.
   """
@@ -84,7 +85,7 @@ class Operation:
   inputs: tuple[Array, ...] = ()
   outputs: tuple[Array, ...] = ()
   flops: float = 0.0
-  sizes: tuple[int, ...] = ()
+  sizes: tuple[float, ...] = ()
   dtype: str = ''
   collective: str = ''
   group: tuple[str, ...] = ()

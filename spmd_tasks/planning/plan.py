@@ -3,7 +3,7 @@
 A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -116,7 +116,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
     'weights': weight_rows(model),
     'pipeline': pipeline_report(job, model),
     'notes': _notes(target, max(step['peak_bytes'] for step in planned.values()), compiles),
-    'assumptions': _assumptions(target, model, compiles),
+    'assumptions': _assumptions(target, model, compiles, planned.values()),
     'versions': _versions(target) if compiles else {'jax': jax.__version__},
   }
 
@@ -137,7 +137,7 @@ def _terms(job: Job, model: PartitionedModel, step: str, target: Target, compile
   )
 
 
-def _assumptions(target: Target, model: PartitionedModel, compiles: bool) -> list[str]:
+def _assumptions(target: Target, model: PartitionedModel, compiles: bool, steps: Iterable[Json]) -> list[str]:
   """Returns what a plan rests on, a sentence each."""
   chip = target.chip
   lines = []
@@ -146,6 +146,10 @@ def _assumptions(target: Target, model: PartitionedModel, compiles: bool) -> lis
   elif model.tpu_options and chip.platform == 'tpu' and compiles:
     options = ', '.join(f'{name}={value}' for name, value in model.tpu_options.items())
     lines.append(f'The train step is compiled with tpu_options of the experiment: {options}.')
+  if any(term['name'] == 'experts' for step in steps for term in step.get('terms', ())):
+    lines.append(
+      'Routing is balanced: if the busiest device computes 1.2 times the mean number of rows, experts take 20% longer.'
+    )
   return lines
 
 

@@ -22,6 +22,7 @@ SEARCH_COLUMNS = ('step', 'gain', 'MFU', 'memory', 'flags', 'why')
 WEIGHT_COLUMNS = ('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')
 _SHORTER = (
   (re.compile(r'^jit\(\w+\)/'), ''),
+  (re.compile(r'/[\w(]*=[^/]*'), ''),  # a scope that states a number
   (re.compile(r'transpose\(jvp\(\w*\)\)/'), 'backward: '),
   (re.compile(r'jvp\(\w*\)/'), 'forward: '),
   (re.compile(r'/(while|body|closed_call|checkpoint|rematted_computation)(?=/|$)'), ''),

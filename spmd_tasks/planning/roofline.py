@@ -149,7 +149,7 @@ def passes(block: Block) -> float:
   return memory_passes(block) + sum(inner)
 
 
-def filled_part(size: int, mxu_size: int | None) -> float:
+def filled_part(size: float, mxu_size: int | None) -> float:
   """Returns the part of matrix units of `mxu_size` rows that a side of this size fills, such as a head."""
   if not size or not mxu_size:
     return 1.0
@@ -172,7 +172,7 @@ def _seconds_of_flops(operation: Operation, chip: Chip) -> float:
   of_flops = operation.flops / (peak * rate_of(chip, name).value * filled)
   if operation.kind == 'attention':
     return of_flops
-  moved = sum(x.local_bytes for x in (*operation.inputs, *operation.outputs))
+  moved = operation.bytes or sum(x.local_bytes for x in (*operation.inputs, *operation.outputs))
   return max(of_flops, moved / (chip.hbm_bandwidth * rate_of(chip, 'hbm').value))
 
 

@@ -15,6 +15,7 @@ the weight's own axes, since the optimizer reads them there, and the same operat
 from collections.abc import Iterable, Mapping, Sequence
 import json
 import math
+import re
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
+from spmd_tasks.layers.moe import BALANCED_SHARE_NAME, FURTHER_PASSES_NAME
 from spmd_tasks.planning.operations import Array, Axes, Block, Operation, itemsize
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
@@ -575,24 +576,28 @@ class _Walk:
   _ragged_dot = _ragged_dot_general
 
   def grouped_product(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-    """A product of rows with the matrices of their groups, or of rows with rows for the matrices' gradients."""
+    """A product of rows with the matrices of their groups, or of rows with rows for the matrices' gradients.
+
+    Rows that balanced routing leaves without a group are neither multiplied nor read: see `_balanced_share`.
+    """
     out = eqn.outvars[0].aval
     lhs, rhs, *_ = _matrices(inputs)
     axes = lhs.axes[:1] + ((),) * (len(out.shape) - 1) if len(out.shape) == len(lhs.shape) else None
     outputs = [self.array(var.aval, axes if var is eqn.outvars[0] else None) for var in eqn.outvars]
-    rows = max(lhs.local_shape[0], lhs.local_shape[-1]) if len(lhs.shape) == 2 else math.prod(lhs.local_shape[:-1])
     if len(rhs.shape) >= 3:  # rows times matrices
-      columns, depth = out.shape[-1], lhs.local_shape[-1]
-      rows = math.prod(lhs.local_shape) // depth
+      columns, depth, of_rows = out.shape[-1], lhs.local_shape[-1], (lhs, outputs[0])
     else:  # rows [M, K] or [K, M] with rows [M, N]: [E, K, N]
-      depth, columns = out.shape[-2], out.shape[-1]
-      rows = math.prod(lhs.local_shape) // depth
+      depth, columns, of_rows = out.shape[-2], out.shape[-1], (lhs, rhs)
+    share = _balanced_share(self.name)
+    rows = share * (math.prod(lhs.local_shape) // depth)
+    moved = sum(x.local_bytes for x in (*inputs, *outputs)) - (1 - share) * sum(x.local_bytes for x in of_rows)
     self.add(
       'grouped',
       inputs,
       outputs,
       flops=2.0 * rows * columns * depth,
       sizes=(rows, columns, depth),
+      bytes=moved,
       dtype=np.dtype(lhs.dtype).name,
     )
     return outputs
@@ -827,6 +832,12 @@ def _matrices(inputs: Sequence[Array]) -> list[Array]:
   matrices = [x for x in inputs if x.dtype is not None and len(x.shape) >= 2]
   floating = [x for x in matrices if jax.dtypes.issubdtype(x.dtype, np.floating)]
   return floating + [x for x in matrices if np.dtype(x.dtype) == np.int8]
+
+
+def _balanced_share(name: str) -> float:
+  """Returns the share of a grouped product's rows that have a group if routing is balanced, by its name stack."""
+  stated = re.findall(rf'{BALANCED_SHARE_NAME}=([\d.e-]+)', name)
+  return float(stated[-1]) if stated else 1.0
 
 
 def _queries_keys_values(inputs: Sequence[Array]) -> list[Array]:

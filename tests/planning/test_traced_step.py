@@ -1,5 +1,7 @@
 """What one device does in a step: FLOPs, bytes of collectives, of memory and of copies to the host, counted by hand."""
 
+import dataclasses
+
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -10,13 +12,15 @@ import pytest
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.layers.moe import CapacityGather, Dropless, ExpertWeights, RouterOutput
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.operations import memory_passes
 from spmd_tasks.planning.roofline import roofline_terms
 from spmd_tasks.planning.traced_step import trace_step, walk_jaxpr
-from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding import MeshSpec, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope
 from tests.planning.compiled_steps import Mixture, Pipelined
 
 MESH = AbstractMesh((4, 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
@@ -259,6 +263,81 @@ def test_copies_to_the_host():
   named = step_of(Offloaded, 'v5e:2x2', **{'task.model.stack.remat_policy': "'save(query) offload(layer_input)'"})
   moved = sum(count * operation.bytes for operation, count in named.walk() if operation.kind == 'host')
   assert moved == 2 * 3 * tokens * width * 2
+
+
+# --- experts ---
+
+BATCH, LENGTH, CHOICES, EXPERTS, WIDTH, HIDDEN = 16, 512, 2, 8, 128, 256  # whole tiles of 512 rows
+UP, DOWN = ('expert', 'expert_embed', 'expert_mlp'), ('expert', 'expert_mlp', 'expert_embed')
+LAYOUTS = {
+  'exchange': ({'expert': 8}, {'batch': 'expert'}),
+  'tensor parallel': ({'expert': 4, 'mdl': 2}, {'batch': 'expert', 'expert_mlp': 'mdl'}),
+  'FSDP': ({'data': 2, 'expert': 4}, {'batch': ('data', 'expert'), 'expert_embed': 'data'}),
+  'sum': ({'data': 4, 'expert': 2}, {'batch': 'data', 'expert_embed': 'data'}),
+  'sum and exchange': ({'a': 2, 'b': 2, 'c': 2}, {'batch': ('b', 'c'), 'expert': ('a', 'b')}),
+  'hidden sharding': ({'expert': 4, 'hidden': 2}, {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'}),
+  'replicated': ({'data': 8}, {'batch': 'data'}),
+}
+WITHOUT_EXCHANGE = 'sum', 'replicated'
+V5P, H200 = 'v5p:2x2x2', 'h200:8'
+RING, GATHER, ALL_TO_ALL = (Dropless(dispatch=name) for name in ('ring', 'gather', 'padded_all_to_all'))
+BOUNDED = dataclasses.replace(ALL_TO_ALL, capacity_factor=1.25)
+SLOTS = CapacityGather(capacity_factor=1, capacity_counts_choices=True)
+# 3 products forward, twice as many backward; a ring's backward pass computes two of the first again.
+CASES = [
+  ('hidden sharding', RING, V5P, EXPERTS, 11),
+  ('sum', RING, V5P, EXPERTS, 9),
+  ('sum and exchange', GATHER, V5P, EXPERTS, 9),
+  ('sum and exchange', BOUNDED, V5P, EXPERTS, 9),
+  ('tensor parallel', dataclasses.replace(BOUNDED, overflow='passes'), V5P, EXPERTS, 9),
+  ('tensor parallel', RING, H200, EXPERTS, 11),
+  ('sum and exchange', ALL_TO_ALL, H200, EXPERTS, 9),
+  ('sum and exchange', dataclasses.replace(ALL_TO_ALL, backend='ragged_dot'), V5P, EXPERTS, 9),
+  ('tensor parallel', ALL_TO_ALL, V5P, 4, 9),  # fewer experts on a device than choices
+  ('exchange', RING, V5P, 12, 11 * 16 / 12),  # six devices have two experts, two have none: the time of the six
+  ('tensor parallel', SLOTS, V5P, EXPERTS, 9),
+]
+CASES += [
+  pytest.param(layout, computation, V5P, EXPERTS, num_products, marks=pytest.mark.exhaustive)
+  for computation, recomputed in ((ALL_TO_ALL, 0), (RING, 2), (GATHER, 0))
+  for layout in LAYOUTS
+  for num_products in [9 + (0 if layout in WITHOUT_EXCHANGE else recomputed)]
+]
+
+
+@pytest.mark.parametrize('layout, computation, target, num_experts, num_products', CASES)
+def test_experts_are_balanced(layout, computation, target, num_experts, num_products):
+  """Each choice of each token has a row in every product, whatever the size of the buffers."""
+  axis_sizes, rules = LAYOUTS[layout]
+  names = 'batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp'
+  axis_rules = tuple((name, rules.get(name)) for name in names if name not in axis_sizes)
+  mesh_spec = MeshSpec(axis_names=tuple(axis_sizes), ici_mesh_shape=tuple(axis_sizes.values()))
+  mesh = parse_target(target).abstract_mesh(mesh_spec)
+
+  def argument(*shape, split_dims, dtype='bfloat16'):
+    sharding = NamedSharding(mesh, split_dims_to_partition_spec(split_dims, mesh.axis_names, axis_rules))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  def loss(x, gates, up, gate, down, expert_ids):
+    split_dims = {'up_split_dims': UP, 'down_split_dims': DOWN}
+    experts = ExpertWeights(up=up, gate=gate, down=down, activation='silu', **split_dims)
+    scores = jnp.zeros((BATCH, LENGTH, num_experts))
+    routing = RouterOutput(logits=scores, scores=scores, token_mask=None, expert_ids=expert_ids, gates=gates)
+    return jnp.sum(jnp.square(computation(x, routing, experts, train=True)[0].astype(jnp.float32)))
+
+  tokens = 'batch', 'seq', None
+  arguments = (
+    argument(BATCH, LENGTH, WIDTH, split_dims=tokens),
+    argument(BATCH, LENGTH, CHOICES, split_dims=tokens, dtype='float32'),
+    *[argument(num_experts, WIDTH, HIDDEN, split_dims=UP)] * 2,
+    argument(num_experts, HIDDEN, WIDTH, split_dims=DOWN),
+    argument(BATCH, LENGTH, CHOICES, split_dims=tokens, dtype='int32'),
+  )
+  with sharding_scope(mesh, axis_rules):
+    jaxpr = jax.jit(jax.grad(loss, argnums=range(5))).trace(*arguments).jaxpr
+  step = walk_jaxpr(jaxpr, arguments, axis_sizes)
+  rows = BATCH * LENGTH * CHOICES
+  assert 8 * products(step) == pytest.approx(num_products * 2 * rows * WIDTH * HIDDEN, rel=1e-3)
 
 
 # --- time ---

@@ -121,7 +121,8 @@ def padded_all_to_all(
   received_ids = name_routing(received_ids.reshape(-1))
 
   rows, row_gates = send(gather_rows(x, buffers)), send(gather_gates(gates, buffers))
-  y = sum_rows(send(_apply_to_received(experts, rows, received_ids, row_gates)), buffers)
+  num_assignments = num_devices * expert_ids.size
+  y = sum_rows(send(_apply_to_received(experts, rows, received_ids, row_gates, num_assignments)), buffers)
   statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if factor is not None:
     num_assigned = jnp.sum(sizes)
@@ -136,17 +137,21 @@ def _most_rows(expert_ids: jax.Array, experts: ExpertWeights) -> int:
   return expert_ids.shape[0] * min(expert_ids.shape[1], experts.num_experts)
 
 
-def _apply_to_received(experts: ExpertWeights, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
+def _apply_to_received(
+  experts: ExpertWeights, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array, num_assignments: int
+) -> jax.Array:
   """Applies this device's experts to rows [R, D] in any order, and returns the results [R, D] in their places.
 
-  The id E marks a row without content, whose result is zeros; ids are int32 [R], gates float32 [R].
+  The id E marks a row without content, whose result is zeros; ids are int32 [R], gates float32 [R]. See `apply_to_rows`
+  for `num_assignments`.
   """
   num_rows = rows.shape[0]
   by_expert = sort_by_expert(expert_ids[:, None], experts.num_experts)
   has_content = expert_ids < experts.num_experts
   targets = jnp.where(has_content, by_expert.positions[:, 0], num_rows)
   group_sizes, sources, targets = name_routing((by_expert.group_sizes, by_expert.token_ids, targets))
-  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, move_rows(gates, sources, targets))
+  rows, gates = move_rows(rows, sources, targets), move_rows(gates, sources, targets)
+  results = experts.apply_to_rows(rows, group_sizes, gates, num_assignments)
   return move_rows(results, targets, sources)
 
 

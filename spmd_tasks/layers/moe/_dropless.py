@@ -154,6 +154,7 @@ def apply_experts(
       expert_ids, gates, num_experts=num_experts, layout=layout, axis_sizes=axis_sizes
     )
     local_experts = _weights_of_device(weights, layout, shape[-1])
+    local_experts = local_experts.replace(balanced_load=min(1.0, local_experts.num_experts / unrouted))
     if dispatch is not None and layout.exchange:
       y, statistics = dispatch(x, expert_ids, gates, local_experts, exchange)
     else:

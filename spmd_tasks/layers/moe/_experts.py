@@ -7,6 +7,7 @@ with a different number of rows per expert (dropless). `batched_ffn` takes equal
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 from typing import Any, TypeVar
 
 from flax import struct
@@ -31,6 +32,9 @@ from spmd_tasks.layers.moe._permutation import (
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 
+# Names a grouped matmul, as 'balanced_share=0.125', if with balanced routing only this share of its rows has an expert.
+# Kernels skip the other rows, and a plan does not count them.
+BALANCED_SHARE_NAME = 'balanced_share'
 Axes = tuple[str, ...]
 Decision = TypeVar('Decision')
 
@@ -49,6 +53,7 @@ class ExpertWeights(struct.PyTreeNode):
     up_split_dims, down_split_dims: of `up` and `gate`, and of `down`.
     dropout_rate, dropout_key: of the hidden layer; the key is None outside of training.
     backend: of the grouped matmuls; see `grouped_matmul`.
+    balanced_load: the fraction of all assignments that these experts get with balanced routing.
   """
 
   up: jax.Array
@@ -63,6 +68,7 @@ class ExpertWeights(struct.PyTreeNode):
   dropout_rate: float = struct.field(pytree_node=False, default=0.0)
   dropout_key: jax.Array | None = None
   backend: str | None = struct.field(pytree_node=False, default=None)
+  balanced_load: float = struct.field(pytree_node=False, default=1.0)
 
   @property
   def num_experts(self) -> int:
@@ -95,7 +101,9 @@ class ExpertWeights(struct.PyTreeNode):
     )
     return specs.replace(dropout_key=None if self.dropout_key is None else PartitionSpec())
 
-  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
+  def apply_to_rows(
+    self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array, num_assignments: int | None = None
+  ) -> jax.Array:
     """Applies each expert to its own rows: returns [R, D], in the rows' dtype, times the gates.
 
     The results and gradients of rows after the last group are undefined, whatever these rows hold.
@@ -104,8 +112,10 @@ class ExpertWeights(struct.PyTreeNode):
       rows: [R, D], sorted by expert.
       group_sizes: int32 [E], rows per expert, with a sum of at most R.
       gates: float32 [R]. They multiply the hidden layer, so that their gradient needs no results.
+      num_assignments: of the tokens that can have rows here, to experts of any device; default: R. Only plans use it.
     """
     num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
+    share = min(1.0, self.balanced_load * (num_assignments or num_rows) / max(num_rows, 1))
 
     def project(
       rows: jax.Array, kernels: jax.Array, biases: jax.Array | None, gates: jax.Array | None = None
@@ -119,10 +129,11 @@ class ExpertWeights(struct.PyTreeNode):
       is_used = jnp.arange(num_rows) < num_used
       return y + jnp.where(is_used[:, None], biases, 0)
 
-    pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in self.inputs()]
-    hidden = hidden_layer(self.activation, *pre_activations)
-    hidden = (gates[:, None] * hidden).astype(hidden.dtype)
-    return project(hidden, self.down, self.down_bias, gates)
+    with jax.named_scope(f'{BALANCED_SHARE_NAME}={share:.4g}') if share < 1 else contextlib.nullcontext():
+      pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in self.inputs()]
+      hidden = hidden_layer(self.activation, *pre_activations)
+      hidden = (gates[:, None] * hidden).astype(hidden.dtype)
+      return project(hidden, self.down, self.down_bias, gates)
 
   def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
     """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
@@ -132,13 +143,14 @@ class ExpertWeights(struct.PyTreeNode):
       expert_ids: int32 [..., k] in [0, E]. The id E means 'not routed'.
       gates: float32 [..., k], 0 for an id of E.
     """
-    shape = x.shape
+    shape, num_assignments = x.shape, expert_ids.size
     x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
     if self.num_experts < expert_ids.shape[1]:
       expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
     permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, self.num_experts)))
     rows, row_gates = gather_rows(x, permutation), gather_gates(gates, permutation)
-    return sum_rows(self.apply_to_rows(rows, permutation.group_sizes, row_gates), permutation).reshape(shape)
+    results = self.apply_to_rows(rows, permutation.group_sizes, row_gates, num_assignments)
+    return sum_rows(results, permutation).reshape(shape)
 
 
 class Experts(nn.Module, kw_only=True):
