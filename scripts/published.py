@@ -6,18 +6,21 @@
 A row becomes an experiment of ours (`experiment_of`), from the architecture and the recipe in recipes.toml: what is
 kept or offloaded, and how weights are split. Its prediction is what `--mode plan --no_compile` says of that experiment.
 Words of a recipe: `q k v context out wi wo` are results that are kept (`save`) or copied to the host (`offload`),
-`input` is a layer's; everything else is computed again.
+`input` is a layer's; everything else is computed again. `save = 'all'` computes nothing again.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
 from pathlib import Path
 import statistics
 import tomllib
-from typing import Any
+from typing import Any, NamedTuple
 
 import fiddle as fdl
+import flax.linen as nn
+import jax
 
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -27,21 +30,27 @@ from spmd_tasks.layers import (
   BlockGroup,
   FeedForward,
   GatedFeedForward,
+  LanguageModel,
+  Linear,
   StackSequence,
   TokenEmbedding,
-  TransformerBlock,
   TransformerStack,
 )
 from spmd_tasks.layers.attention import LatentAttention
+from spmd_tasks.layers.base import WithSublayers, run_layer
 from spmd_tasks.layers.moe import CapacityGather, Dropless
 from spmd_tasks.planning import make_plan
 from spmd_tasks.planning.chips import CHIPS, Chip, read_table
 from spmd_tasks.planning.targets import parse_target, target_of
 from spmd_tasks.recipes import DenseLanguageModel, MoeLanguageModel
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules, residual_axis_rules
+from spmd_tasks.sharding import (
+  DEFAULT_AXIS_RULES,
+  DataExpertModelMesh,
+  constrain,
+  context_axis_rules,
+  residual_axis_rules,
+)
 
-_BF16, _F32 = 2, 4  # bytes
-_ATTENTION = ('q', 'k', 'v', 'out')
 _GUESSES: tuple[dict[str, Any], ...] = (  # where no recipe is published, the fastest of these that fits
   *({'save': words} for words in ('q k v out context wi wo', 'q k v out context', 'q k v')),
   *({'offload': words} for words in ('input q k v', 'input', '')),
@@ -50,9 +59,36 @@ _PRECISIONS = ('bf16', 'int8', 'fp8')  # what the name of a known one begins wit
 _NEEDED = {'name': str, 'chip': str, 'num_chips': int, 'model': str, 'global_batch': float, 'seq_len': int}
 
 
+class Layer(NamedTuple):
+  """A layer of a model: the keys that a query sees (None: all), the hidden size, and whether it has experts."""
+
+  window: int | None
+  hidden: int
+  has_experts: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-  """An architecture. `hidden` is of one expert, if there are any; a share `local` of the layers sees `window` keys."""
+  """An architecture, from its published config.
+
+  Attributes:
+    layers, dims, heads, kv_heads, head_dim, hidden, vocab: sizes; `hidden` is of one expert, if there are any.
+    tied: whether the logits use the embedding's table.
+    gated: whether feed-forward networks have a gate.
+    qk_norm: whether queries and keys are normalized.
+    post_norm: whether the sublayers' outputs are normalized too.
+    window: how many keys a query of a local layer sees.
+    global_every: each so many-th layer sees all keys.
+    global_heads: key/value heads and head dim of layers that see all keys, if they differ.
+    experts, selected: experts of a layer, and of a token.
+    shared: hidden size of the expert that all tokens pass.
+    experts_every: each so many-th layer has experts.
+    dense_layers: the first layers, which have none.
+    dense_hidden: hidden size of the layers without experts.
+    wide_layers: the last layers, whose hidden size is twice `hidden`.
+    layer_dims: size of each layer's own embedding of the tokens (Gemma 3n).
+    query_rank, kv_rank, rope_dim: of latent attention; its queries and keys have `rope_dim` more than `head_dim`.
+  """
 
   layers: int
   dims: int
@@ -63,51 +99,54 @@ class Model:
   head_dim: int = 128
   tied: bool = False
   gated: bool = True
+  qk_norm: bool = False
+  post_norm: bool = False
   window: int = 0
-  local: float = 0.0
+  global_every: int = 1
+  global_heads: Sequence[int] = ()
   experts: int = 0
   selected: int = 1
   shared: int = 0
+  experts_every: int = 1
   dense_layers: int = 0
   dense_hidden: int = 0
-  query_rank: int = 0  # of latent attention, like `kv_rank`; its queries and keys have `rope_dim` more
+  wide_layers: int = 0
+  layer_dims: int = 0
+  query_rank: int = 0
   kv_rank: int = 0
   rope_dim: int = 0
 
-  @functools.cached_property
-  def weights(self) -> dict[str, int]:
-    """The weights of one layer's products by name; `wi` and `wo` are of one expert, or of the feed-forward layer."""
-    width, kv_width = self.heads * self.head_dim, (self.kv_heads or self.heads) * self.head_dim
-    found = {'q': self.dims * width, 'k': self.dims * kv_width, 'v': self.dims * kv_width, 'out': self.dims * width}
-    if self.kv_rank:
-      found['q'] = self.query_rank * (self.dims + width + self.heads * self.rope_dim)
-      found['k'] = self.dims * (self.kv_rank + self.rope_dim) + self.kv_rank * width
-      found['v'] = self.kv_rank * width
-    return found | {'wi': (1 + self.gated) * self.dims * self.hidden, 'wo': self.dims * self.hidden}
+  def layer(self, number: int) -> Layer:
+    """Returns what distinguishes a layer from the others."""
+    has_experts = bool(self.experts) and number >= self.dense_layers and (number + 1) % self.experts_every == 0
+    hidden = self.dense_hidden if self.experts and not has_experts else self.hidden
+    if number >= self.layers - self.wide_layers:
+      hidden *= 2
+    is_global = (number + 1) % self.global_every == 0
+    return Layer(window=None if is_global else self.window, hidden=hidden, has_experts=has_experts)
+
+  def heads_of(self, layer: Layer) -> tuple[int | None, int]:
+    """Returns the number of key/value heads and the head dim of a layer."""
+    if self.global_heads and layer.window is None:
+      kv_heads, head_dim = self.global_heads
+      return kv_heads, head_dim
+    return self.kv_heads, self.head_dim
 
   @property
-  def routed_layers(self) -> int:
-    """Layers with experts."""
-    return self.layers - self.dense_layers if self.experts else 0
-
-  @property
-  def dense_units(self) -> float:
-    """Feed-forward layers that all tokens pass, shared experts too, in units of `hidden`."""
-    if not self.experts:
-      return self.layers
-    return (self.dense_layers * self.dense_hidden + self.routed_layers * self.shared) / self.hidden
-
-  def num_params(self, experts: int | None = None) -> float:
-    """Returns the number of weights without norms, with all experts of a layer or so many."""
-    units = self.dense_units + self.routed_layers * (self.experts if experts is None else experts)
-    attention, expert = sum(self.weights[name] for name in _ATTENTION), self.weights['wi'] + self.weights['wo']
-    return self.layers * attention + units * expert + (2 - self.tied) * self.vocab * self.dims
-
-  def keys(self, seq_len: int, block: int) -> float:
-    """Returns how many keys a query meets on average over the layers, in whole blocks of a causal kernel."""
-    everywhere = (seq_len + min(block, seq_len)) / 2
-    of_window = (1 + -(-(self.window - 1) // block)) * block
-    return everywhere * (1 - self.local) + min(everywhere, of_window) * self.local
+  def num_params(self) -> int:
+    """The number of weights without norms and biases, as the experiment has them."""
+    total = (2 - self.tied) * self.vocab * self.dims
+    for layer in map(self.layer, range(self.layers)):
+      kv_heads, head_dim = self.heads_of(layer)
+      width = self.heads * head_dim
+      if self.kv_rank:
+        total += self.query_rank * (self.dims + width + self.heads * self.rope_dim) + self.dims * width
+        total += self.dims * (self.kv_rank + self.rope_dim) + 2 * self.kv_rank * width
+      else:
+        total += 2 * self.dims * (width + (kv_heads or self.heads) * head_dim)
+      hidden = layer.hidden * self.experts + self.shared if layer.has_experts else layer.hidden
+      total += (2 + self.gated) * self.dims * hidden + self.layer_dims * (self.vocab + 3 * self.dims)
+    return total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,16 +161,10 @@ class Recipe:
   context: int = 1
   replicas: int = 1
   is_split_over_slices: bool = False  # the state; otherwise each slice has it all
-  state_bytes: int = 12  # of a weight with its moments and its gradient
   vocab_tiles: int = 1
-  blocks: Sequence[int] = (1024, 1024)  # of the attention kernel, forward and backward
+  gradient_keys: int = 0  # of one attention kernel for all gradients; 0: two kernels
   seq_len: int | None = None  # where a row of results states another than the script
   precision: str | None = None
-
-  @property
-  def kept(self) -> tuple[str, ...]:
-    """All that the backward pass does not compute again."""
-    return (*self.save.split(), *self.offload.split())
 
 
 @functools.cache
@@ -166,6 +199,36 @@ _NAMES = {
 }
 
 
+class _WithLayerEmbedding(WithSublayers, kw_only=True):
+  """Runs a block and adds the layer's own embedding of the tokens behind a gate (Gemma 3n)."""
+
+  block: nn.Module
+  norm: nn.Module
+  embedding: nn.Module
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, segment_pos=None, *, ids, train=False):
+    x, aux = run_layer('block', self.block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+
+    def product(name: str, y: jax.Array, dims: int, *split_dims: str) -> jax.Array:
+      return Linear(output_dims=dims, dtype=x.dtype, split_dims=split_dims, name=name)(y)
+
+    dims = self.embedding.embed_dim
+    own = self.embedding(ids) + self.norm.copy(name='own_norm')(product('projection', x, dims, 'embed', 'mlp'))
+    gate = nn.gelu(product('gate', x, dims, 'embed', 'mlp'))
+    y = self.norm.copy(name='out_norm')(product('out', gate * own, x.shape[-1], 'mlp', 'embed'))
+    return constrain(x + y, ('batch', 'seq', 'act_embed')), aux
+
+
+class _WithLayerEmbeddings(LanguageModel):
+  """A language model whose layers read the tokens' ids."""
+
+  @nn.nowrap
+  def _context(self, batch, train):
+    context, aux = super()._context(batch, train)
+    return {**context, 'ids': batch['ids']}, aux
+
+
 class _Published(MoeLanguageModel):
   """A published model and recipe as an experiment of ours; `rows` of a step are `seq_len` tokens long."""
 
@@ -175,38 +238,49 @@ class _Published(MoeLanguageModel):
   num_slices: int
   precision: str
 
-  def block(self, ffn: fdl.Config, window: int | None = None) -> fdl.Config[TransformerBlock]:
-    model, block = self.architecture, super().block(ffn)
+  def layer_block(self, layer: Layer) -> fdl.Config:
+    """Returns a transformer block of this kind."""
+    model = self.architecture
+    if layer.has_experts:
+      block = self.block(self.ffn())
+    else:
+      kind = GatedFeedForward if model.gated else FeedForward
+      block = self.block(fdl.Config(kind, hidden_dim=layer.hidden, activation='silu', dtype=self.dtype))
     if model.kv_rank:
       sizes = {'nope_head_dim': model.head_dim, 'rope_head_dim': model.rope_dim, 'value_head_dim': model.head_dim}
       ranks = {'query_rank': model.query_rank, 'kv_rank': model.kv_rank}
       block.attention = fdl.Config(LatentAttention, num_heads=model.heads, dtype=self.dtype, **ranks, **sizes)
     else:
-      block.attention.head_dim, block.attention.window = model.head_dim, window
-    block.attention.gradient_keys = min(self.recipe.blocks[1], self.seq_len)
-    return block
-
-  def ffn(self) -> fdl.Config:
-    if self.architecture.experts:
-      return super().ffn()
-    kind = GatedFeedForward if self.architecture.gated else FeedForward
-    return fdl.Config(kind, hidden_dim=self.hidden_dims, activation='silu', dtype=self.dtype)
+      block.attention.num_kv_heads, block.attention.head_dim = model.heads_of(layer)
+      block.attention.window, block.attention.qk_norm = layer.window, model.qk_norm
+    block.attention.gradient_keys = min(self.recipe.gradient_keys, self.seq_len) or None
+    block.post_norm = model.post_norm
+    if not model.layer_dims:
+      return block
+    own = {'vocab_size': model.vocab, 'embed_dim': model.layer_dims, 'dtype': self.dtype}
+    return fdl.Config(
+      _WithLayerEmbedding, block=block, norm=fdl.copy_with(block.norm), embedding=fdl.Config(TokenEmbedding, **own)
+    )
 
   def stack(self) -> fdl.Config:
-    stack, model = super().stack(), self.architecture
-    if not model.local:
-      return stack
-    local = round(1 / (1 - model.local)) - 1  # local layers for each global one
-    windows = (*[model.window] * local, None)
-
-    def grouped(windows: Sequence[int | None], num_layers: int) -> fdl.Config[TransformerStack]:
-      blocks = tuple(self.block(self.ffn(), window=window) for window in windows)
-      group = fdl.Config(BlockGroup, blocks=blocks)
-      return fdl.Config(TransformerStack, block=group, num_layers=num_layers, remat_policy=self.remat_policy)
-
-    groups, rest = divmod(model.layers, len(windows))
-    stacks = [grouped(windows, groups), *([grouped(windows[:rest], 1)] if rest else [])]
+    model = self.architecture
+    layers = [model.layer(number) for number in range(model.layers)]
+    period = math.lcm(model.global_every, model.experts_every)
+    stacks = []
+    while layers:
+      group = layers[:period]
+      count = next(i for i in range(1, len(layers) + 1) if layers[i * len(group) : (i + 1) * len(group)] != group)
+      blocks = tuple(self.layer_block(layer) for layer in group)
+      block = blocks[0] if len(blocks) == 1 else fdl.Config(BlockGroup, blocks=blocks)
+      stacks.append(fdl.Config(TransformerStack, block=block, num_layers=count, remat_policy=self.remat_policy))
+      layers = layers[count * len(group) :]
     return stacks[0] if len(stacks) == 1 else fdl.Config(StackSequence, stacks=tuple(stacks))
+
+  def language_model(self) -> fdl.Config[LanguageModel]:
+    model = super().language_model()
+    if self.architecture.layer_dims:
+      fdl.update_callable(model, _WithLayerEmbeddings)
+    return model
 
   def embedding(self) -> fdl.Config[TokenEmbedding]:
     return fdl.copy_with(super().embedding(), tied=self.architecture.tied, scale_sqrt_depth=False)
@@ -227,12 +301,18 @@ class _Published(MoeLanguageModel):
     return fdl.Config(SyntheticText, **sizes, seed=0)
 
 
+def _remat_policy(recipe: Recipe) -> str:
+  if recipe.save == 'all':
+    return 'none'
+  words = {'save': recipe.save, 'offload': recipe.offload}
+  named = {how: ', '.join(_NAMES[word] for word in text.split()) for how, text in words.items() if text}
+  return ' '.join(f'{how}({names})' for how, names in named.items()) or 'full'
+
+
 def experiment_of(
   model: Model, recipe: Recipe, *, num_devices: int, num_slices: int, batch: int, seq_len: int, precision: str
 ) -> type[Experiment]:
   """Returns the experiment class of a published recipe, on a mesh of replica x data x expert x context x mdl."""
-  words = {'save': recipe.save, 'offload': recipe.offload}
-  policy = ' '.join(f'{how}({", ".join(_NAMES[word] for word in text.split())})' for how, text in words.items() if text)
   others = recipe.replicas * recipe.expert * recipe.context * recipe.tensor
   data = num_devices // num_slices // others
   both = ('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed')
@@ -256,12 +336,11 @@ def experiment_of(
     'num_experts': model.experts,
     'num_selected_experts': model.selected,
     'shared_hidden_dims': model.shared or None,
-    'num_dense_layers': model.dense_layers,
-    'dense_hidden_dims': model.dense_hidden or None,
+    'num_dense_layers': sum(not model.layer(number).has_experts for number in range(model.layers)),
     'dtype': 'bfloat16',
     'seq_len': seq_len,
     'batch_size': batch,
-    'remat_policy': policy or 'full',
+    'remat_policy': _remat_policy(recipe),
     'num_logit_chunks': recipe.vocab_tiles,
     'num_train_steps': 1,
     'architecture': model,
