@@ -1,10 +1,11 @@
 """Predicts published step times and says how far they are from the measured ones.
 
-    scripts/plan_published FILE [--only NAME] [--docs]
+    scripts/plan_published [FILE] [--only NAME] [--docs]
 
-FILE is like ../shared/plan/published.json. A table goes to stderr; the last line on stdout is one JSON object: `rows`,
-each with name, predicted_s, measured_s, ratio and fits (null where the model is not known), and the errors of `dense`
-models and of `experts`. `--docs` also writes docs/benchmarks/results/published.json, for scripts/render_benchmarks.py.
+FILE is like scripts/published.json, the default. A table goes to stderr; the last line on stdout is one JSON object:
+`rows`, each with name, predicted_s, measured_s, ratio and fits (null where the model is not known), and the errors of
+`dense` models and of `experts`. `--docs` also writes the results of docs/benchmarks/plans_tpu.md, for
+scripts/render_benchmarks.py.
 """
 
 import argparse
@@ -13,16 +14,17 @@ import json
 from pathlib import Path
 import sys
 
-from published import compare_rows
+from published import compare_rows, errors_of
 
 from spmd_tasks.errors import UserError
 
-RESULT = Path(__file__).parents[1] / 'docs' / 'benchmarks' / 'results' / 'published.json'
+ROWS = Path(__file__).with_name('published.json')
+RESULTS = Path(__file__).parents[1] / 'docs' / 'benchmarks' / 'results'
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('file', type=Path)
+  parser.add_argument('file', type=Path, nargs='?', default=ROWS)
   parser.add_argument('--only', metavar='NAME', help='of one row')
   parser.add_argument('--docs', action='store_true')
   flags = parser.parse_args()
@@ -45,35 +47,53 @@ def main() -> int:
       parts = ', '.join(f'{name} {seconds:.3g}' for name, seconds in row['seconds'].items())
       print(f'{row["ratio"] or 0:6.2f}  {row["predicted_s"]:8.2f} s  {row["name"]:40}  {parts}', file=sys.stderr)
   if flags.docs:
-    RESULT.write_text(json.dumps(_result(report, flags.file), indent=1) + '\n', encoding='utf-8')
+    known = [row for row in report['rows'] if row['ratio'] is not None]
+    for name, table in (('published', _rows_table(known)), ('published_errors', _errors_table(known))):
+      text = json.dumps(_HEAD | {'date': datetime.date.today().isoformat(), **table}, indent=1)
+      (RESULTS / f'{name}.json').write_text(text + '\n', encoding='utf-8')
   print(json.dumps(report))
   return 0
 
 
-def _result(report: dict, file: Path) -> dict:
-  """Returns the table of docs/benchmarks, worst first."""
-  known = [row for row in report['rows'] if row['ratio'] is not None]
-  rows = [
-    [
-      row['name'],
-      f'{row["predicted_s"]:.2f} s',
-      f'{row["measured_s"]:.2f} s',
-      f'{row["ratio"]:.2f}',
-      f'{row["mfu"]:.1%}',
-      f'{row["measured_mfu"]:.1%}',
-      f'{row["share"].get("fitted", 0):.0%}',
-      f'{row["share"].get("assumed", 0):.0%}',
-    ]
-    for row in sorted(known, key=lambda row: -abs(row['ratio'] - 1))
-  ]
+_HEAD = {
+  'date': '',
+  'hardware': 'predicted from recipes, not compiled, not run',
+  'versions': 'measured by the authors whom published.json names',
+  'command': 'scripts/plan_published --docs',
+}
+
+
+def _rows_table(rows: list[dict]) -> dict:
+  """Returns the table of all rows, worst first."""
   return {
-    'date': datetime.date.today().isoformat(),
-    'hardware': 'predicted from recipes, not compiled, not run',
-    'versions': f'measured by the authors of {file.name}',
-    'command': f'scripts/plan_published {file.name} --docs',
-    'columns': ['row', 'predicted', 'measured', 'ratio', 'MFU', 'MFU, measured', 'on fitted rates', 'on assumed rates'],
-    'rows': rows,
+    'columns': ['row', 'rates', 'predicted', 'measured', 'ratio', 'MFU', 'MFU, measured', 'on fitted', 'on assumed'],
+    'rows': [
+      [
+        row['name'],
+        'kept' if row['kept'] else 'fitted',
+        f'{row["predicted_s"]:.2f} s',
+        f'{row["measured_s"]:.2f} s',
+        f'{row["ratio"]:.2f}',
+        f'{row["mfu"]:.1%}',
+        f'{row["measured_mfu"]:.1%}',
+        f'{row["share"].get("fitted", 0):.0%}',
+        f'{row["share"].get("assumed", 0):.0%}',
+      ]
+      for row in sorted(rows, key=lambda row: -abs(row['ratio'] - 1))
+    ],
   }
+
+
+def _errors_table(rows: list[dict]) -> dict:
+  """Returns the table of errors, of rows that were kept apart from rows to which rates were fitted."""
+  table = []
+  for kept in (True, False):
+    for kind in ('dense', 'experts'):
+      errors = errors_of([row for row in rows if row['kept'] is kept and row['kind'] == kind])
+      if errors['num_rows']:
+        figures = f'{errors["median_error"]:.1%}', f'{errors["worst_error"]:.0%}', errors['worst_row']
+        table.append([f'{kind}, {"kept" if kept else "fitted"}', errors['num_rows'], *figures])
+  return {'columns': ['rows', 'number', 'median error', 'worst error', 'of'], 'rows': table}
 
 
 if __name__ == '__main__':

@@ -392,10 +392,11 @@ def compare_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Predicts each row of a file of published results.
 
   Args:
-    rows: with `name`, `chip`, `num_chips`, `num_slices`, `model`, `global_batch`, `seq_len`, `precision`, `step_s`.
+    rows: with `name`, `chip`, `num_chips`, `num_slices`, `model`, `global_batch`, `seq_len`, `precision`, `step_s`; `kept`
+      if no rate was fitted to the row.
 
   Returns:
-    rows: each with name, predicted_s, measured_s, ratio, fits and what `predict_recipe` returns; predicted_s is None
+    rows: each with name, kept, predicted_s, measured_s, ratio, fits and what `predict_recipe` returns; predicted_s is None
       where the model or the chip is not known.
     dense, experts: num_rows, and `median_error` and `worst_error` of |ratio - 1|, with the row of the worst.
 
@@ -403,7 +404,7 @@ def compare_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     UserError: a row lacks a figure.
   """
   planned = [_compare_row(row) for row in rows]
-  errors = {kind: _errors([row for row in planned if row['kind'] == kind]) for kind in ('dense', 'experts')}
+  errors = {kind: errors_of([row for row in planned if row['kind'] == kind]) for kind in ('dense', 'experts')}
   return {'rows': planned, **errors}
 
 
@@ -425,7 +426,8 @@ def _check_row(row: Any) -> None:
 def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
   _check_row(row)
   model, chip, measured = find_model(row['model']), CHIPS.get(row['chip']), row.get('step_s')
-  answer = {'name': row['name'], 'predicted_s': None, 'measured_s': measured, 'ratio': None, 'fits': None, 'kind': None}
+  answer = {'name': row['name'], 'kept': bool(row.get('kept')), 'measured_s': measured}
+  answer |= dict.fromkeys(('predicted_s', 'ratio', 'fits', 'kind'))
   precision, plans = (row.get('precision') or 'bf16').replace('bfloat16', 'bf16'), []
   has_rates = chip is not None and chip.name in read_table('rates.toml')
   if model is None or chip is None or not has_rates or not precision.startswith(_PRECISIONS):
@@ -443,7 +445,8 @@ def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
   return answer | best | {'ratio': ratio, 'measured_mfu': measured_mfu, 'kind': 'experts' if model.experts else 'dense'}
 
 
-def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Returns the median and the worst of the errors |ratio - 1| of planned rows, and the row of the worst."""
   errors = {row['name']: abs(row['ratio'] - 1) for row in rows if row['ratio'] is not None}
   if not errors:
     return {'num_rows': 0, 'median_error': None, 'worst_error': None, 'worst_row': None}

@@ -621,7 +621,8 @@ class _Walk:
       share = (1 + 1 / max(length, 1)) / 2
     else:  # [H, T, K], features of all heads in a row too
       num_keys = key.local_shape[-2]
-      scores = 5 if 'dkv' in name and len(eqn.outvars) >= 3 else 4 if 'dkv' in name else 3 if 'dq' in name else 2
+      has_parts = any(len(var.aval.shape) > len(query.shape) for var in eqn.outvars)  # of the queries' gradients
+      scores = 4 + has_parts if 'dkv' in name else 3 if 'dq' in name else 2
       share = _computed_share(eqn.params, inputs, query.local_shape[-2], num_keys)
     head_dim, value_dim = key.local_shape[-1], value.local_shape[-1]
     size = math.prod(query.local_shape[:-1]) * (query.local_shape[-1] // head_dim or 1)
@@ -903,10 +904,9 @@ def _computed_share(params: Mapping[str, Any], inputs: Sequence[Array], num_quer
   if mask is None or mask.ndim != 3:
     return 0.5
   stated = json.loads(dict(params.get('metadata') or {}).get('xprof_metadata', '{}'))
-  rows, columns = mask.shape[-2:]
-  block_q, block_kv = (stated.get(f'block_{name}') for name in ('q', 'kv'))
-  if 'block_kv_dkv' in stated and 'dkv' in str(params.get('name')):
-    block_q, block_kv = stated.get('block_q_dkv'), stated['block_kv_dkv']
+  phase = next((f'_{name}' for name in ('dkv', 'dq') if name in str(params.get('name'))), '')
+  rows, columns = mask.shape[-2:]  # fewer than there are blocks, if the mask leaves a band
+  block_q, block_kv = (stated.get(f'block_{name}{phase}') for name in ('q', 'kv'))
   block_q, block_kv = block_q or num_queries // rows, block_kv or num_keys // columns
   return float(np.sum(mask > 0)) / len(mask) * block_q * block_kv / (num_queries * num_keys)
 

@@ -265,6 +265,21 @@ def test_copies_to_the_host():
   assert moved == 2 * 3 * tokens * width * 2
 
 
+@pytest.mark.parametrize('window, num_pairs', [(None, 36), (1024, 15)])
+def test_attention_counts_the_blocks_of_its_mask(window, num_pairs):
+  """8 x 8 blocks of 1,024 tokens; products of scores: 2 forward, and 5 in one kernel for all gradients or 7 in two."""
+  settings = {
+    'seq_len': 8192,
+    'remat_policy': 'none',
+    'task.model.stack.block.attention.window': window,
+  }
+  for gradient_keys, products in ((1024, 7), (None, 9)):
+    settings['task.model.stack.block.attention.gradient_keys'] = gradient_keys
+    step = step_of(Offloaded, 'v5e:2x2', **settings)
+    attention = sum(count * operation.flops for operation, count in step.walk() if operation.kind == 'attention')
+    assert attention == 3 * products * 2 * 128 * num_pairs * 1024**2 * (8 // 4)
+
+
 # --- experts ---
 
 BATCH, LENGTH, CHOICES, EXPERTS, WIDTH, HIDDEN = 16, 512, 2, 8, 128, 256  # whole tiles of 512 rows
