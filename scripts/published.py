@@ -392,12 +392,12 @@ def compare_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Predicts each row of a file of published results.
 
   Args:
-    rows: with `name`, `chip`, `num_chips`, `num_slices`, `model`, `global_batch`, `seq_len`, `precision`, `step_s`; `kept`
-      if no rate was fitted to the row.
+    rows: with `name`, `chip`, `num_chips`, `num_slices`, `model`, `global_batch`, `seq_len`, `precision`, `step_s`, and
+      `kept` if no rate was fitted to the row.
 
   Returns:
-    rows: each with name, kept, predicted_s, measured_s, ratio, fits and what `predict_recipe` returns; predicted_s is None
-      where the model or the chip is not known.
+    rows: each with name, kept, predicted_s, measured_s, ratio, fits and what `predict_recipe` returns; predicted_s is
+      None if the model or the chip is not known.
     dense, experts: num_rows, and `median_error` and `worst_error` of |ratio - 1|, with the row of the worst.
 
   Raises:

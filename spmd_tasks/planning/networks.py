@@ -30,40 +30,59 @@ class Networks:
 
   On a torus a collective sends along every dim in which the devices of its group differ, at the same time as the other
   groups of the same form, which have the rest of these dims. In a node with a switch it has all of a chip's links.
-  Between slices every chip has its share of the data-center network.
+  Between slices every chip has its share of the data-center network. A gather or a reduction over several slices has
+  two phases: each device exchanges its piece with its counterparts in the other slices, and the rest is within slices.
   """
 
   def __init__(self, target: Target, mesh_spec: MeshSpec):
     self._chip, self._axis_names = target.chip, mesh_spec.axis_names
     self._places = mesh_spec.arrange(target.places())
-    self._bandwidths: dict[tuple[str, tuple[str, ...]], float | None] = {}
+    self._rates: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
     self._sizes = [max(place.coords[dim] for place in self._places.flat) + 1 for dim in range(3)]
 
-  def seconds(self, kind: str, axes: Sequence[str], num_bytes: float) -> float:
-    """Returns how long a collective occupies its network, by the bytes that one device sends."""
+  def seconds(self, kind: str, axes: Sequence[str], num_bytes: float) -> tuple[float, float]:
+    """Returns how long a collective occupies ICI and the network between slices, by the bytes that one device sends."""
     key = kind, tuple(axes)
-    if key not in self._bandwidths:
-      self._bandwidths[key] = self.bandwidth(*key)
-    bandwidth = self._bandwidths[key]
-    return num_bytes / bandwidth if bandwidth else 0.0
+    if key not in self._rates:
+      self._rates[key] = self._ici_bandwidth(*key), self._dcn_bandwidth(), self._crossing_share(*key)
+    ici, dcn, crossing = self._rates[key]
+    within, between = num_bytes * (1 - crossing), num_bytes * crossing
+    return within / ici if ici else 0.0, between / dcn if dcn else 0.0
 
   def crosses_slices(self, axes: tuple[str, ...]) -> bool:
     """Returns whether a group of devices along these axes is in several slices, or nodes of GPUs."""
-    return len({place.slice_index for place in self._group(axes)}) > 1
+    return self._num_slices(self._group(axes)) > 1
 
-  def bandwidth(self, kind: str, axes: tuple[str, ...]) -> float | None:
-    """Returns the bytes/s that a device sends along mesh axes; None if the chip's figures are not known."""
+  def _crossing_share(self, kind: str, axes: tuple[str, ...]) -> float:
+    """Returns which share of the bytes that a device sends goes to other slices."""
+    group = self._group(axes)
+    n, num_slices = len(group), self._num_slices(group)
+    if num_slices == 1:
+      return 0.0
+    if kind == 'collective_permute':
+      return 1.0
+    if kind == 'all_to_all':  # of n pieces one stays, and those for the device's slice
+      return (n - n // num_slices) / (n - 1)
+    return (num_slices - 1) / (n - 1)
+
+  def _dcn_bandwidth(self) -> float:
+    return rate_of(self._chip, 'dcn').value if self._chip.torus_dims else self._chip.dcn_bandwidth or 0.0
+
+  def _ici_bandwidth(self, kind: str, axes: tuple[str, ...]) -> float:
+    """Returns the bytes/s that a device sends within a slice; 0 if the chip's figures are not known."""
     chip, group = self._chip, self._group(axes)
-    if self.crosses_slices(axes):
-      return rate_of(chip, 'dcn').value if chip.torus_dims else chip.dcn_bandwidth
     if not chip.ici_bandwidth:
-      return None
+      return 0.0
     reached = chip.ici_bandwidth * rate_of(chip, 'ici').value
     if chip.torus_dims == 0:
       return reached * chip.ici_links
     if kind == 'collective_permute':
       return reached
     return reached * links_of_group(chip, self._sizes, {place.coords for place in group}, kind == 'all_to_all')
+
+  @staticmethod
+  def _num_slices(group: Sequence[Place]) -> int:
+    return len({place.slice_index for place in group})
 
   def _group(self, axes: tuple[str, ...]) -> list[Place]:
     """Returns the devices of the group that the first device is in."""

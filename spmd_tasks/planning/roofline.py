@@ -18,6 +18,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from spmd_tasks.planning.chips import Chip, Rate, rate_of
 from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.operations import Block, Operation, memory_passes
@@ -186,17 +188,17 @@ def _network_terms(
   collectives: Iterable[tuple[str, tuple[str, ...], float]], chip: Chip, networks: Networks
 ) -> list[Term]:
   """Returns a term for each group of mesh axes."""
-  seconds: dict[tuple[str, ...], float] = {}
+  seconds: dict[tuple[str, ...], np.ndarray] = {}
   work: dict[tuple[str, ...], float] = {}
   for kind, axes, num_bytes in collectives:
-    seconds[axes] = seconds.get(axes, 0) + networks.seconds(kind, axes, num_bytes)
+    seconds[axes] = seconds.get(axes, 0) + np.asarray(networks.seconds(kind, axes, num_bytes))
     work[axes] = work.get(axes, 0) + num_bytes
-  exposed, terms = rate_of(chip, 'exposed'), []
-  for axes, spent in seconds.items():
-    is_dcn = networks.crosses_slices(axes)
-    rate = rate_of(chip, 'dcn') if is_dcn else exposed
+  exposed, dcn, terms = rate_of(chip, 'exposed'), rate_of(chip, 'dcn'), []
+  for axes, (within, between) in seconds.items():
+    spent = float(within * exposed.value + between)
     if spent:
-      terms.append(_term(f'network {" x ".join(axes)}', spent * (1 if is_dcn else rate.value), work[axes], 'B', rate))
+      rate = dcn if between > spent / 2 else exposed
+      terms.append(_term(f'network {" x ".join(axes)}', spent, work[axes], 'B', rate))
   return terms
 
 

@@ -96,12 +96,21 @@ def test_networks_of_mesh_axes():
   one = CHIPS['v5p'].ici_bandwidth * 0.89
   slices = Networks(parse_target('2x v5p:4x4x4'), mesh_spec((1, 16, 4), (2, 1, 1)))
   assert slices.crosses_slices(('replica',))
-  assert slices.seconds('all_reduce', ('replica',), 4.11e9) == pytest.approx(1)
+  assert slices.seconds('all_reduce', ('replica',), 4.11e9) == pytest.approx((0, 1))
   assert not slices.crosses_slices(('data', 'mdl'))
-  assert slices.seconds('all_gather', ('mdl',), one) == pytest.approx(1 / 2)  # a whole dim, a ring
-  assert slices.seconds('all_gather', ('data', 'mdl'), one) == pytest.approx(1 / 6)
-  assert slices.seconds('collective_permute', ('mdl',), one) == pytest.approx(1)
+  assert slices.seconds('all_gather', ('mdl',), one) == pytest.approx((1 / 2, 0))  # a whole dim, a ring
+  assert slices.seconds('all_gather', ('data', 'mdl'), one) == pytest.approx((1 / 6, 0))
+  assert slices.seconds('collective_permute', ('mdl',), one) == pytest.approx((1, 0))
   node = Networks(parse_target('h100:8'), mesh_spec((1, 8, 1)))
-  assert node.seconds('all_to_all', ('data',), 0.8 * 450e9) == pytest.approx(1)  # 18 links to the switch
+  assert node.seconds('all_to_all', ('data',), 0.8 * 450e9) == pytest.approx((1, 0))  # 18 links to the switch
   cores = Networks(parse_target('tpu7x:2x2x1'), mesh_spec((1, 4, 2)))
   assert cores.seconds('all_gather', ('mdl',), 1e9) < cores.seconds('all_gather', ('data',), 1e9)  # of one chip
+
+
+def test_a_gather_over_slices_sends_each_piece_to_the_other_slices_once():
+  """Two slices of 64: of 127 pieces that a device receives, 1 crosses; of 127 that it exchanges, 64 do."""
+  slices = Networks(parse_target('2x v5p:4x4x4'), mesh_spec((1, 16, 4), (1, 2, 1)))
+  one = Networks(parse_target('v5p:4x4x4'), mesh_spec((1, 16, 4)))
+  for kind, crossing in (('all_gather', 1), ('all_reduce', 1), ('all_to_all', 64)):
+    (within, _) = one.seconds(kind, ('data', 'mdl'), 127 - crossing)
+    assert slices.seconds(kind, ('data', 'mdl'), 127) == pytest.approx((within, crossing / 4.11e9))

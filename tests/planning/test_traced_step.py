@@ -378,7 +378,7 @@ def test_time_is_work_over_rates():
 def test_collectives_of_a_compiled_step_replace_the_traced_ones():
   target, mesh_spec = (
     parse_target('2x v5p:2x2x1'),
-    MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1)),
+    MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 1)),
   )
   networks = Networks(target, mesh_spec)
   terms = roofline_terms(walked(lambda x, w: x @ w, X, W), target.chip, networks, [('all_reduce', ('data',), 4.11e9)])
