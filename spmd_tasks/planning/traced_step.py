@@ -657,7 +657,9 @@ class _Walk:
         if i not in collapsed
       ]
     )
-    batch = iter(indices.axes[:-1])
+    rows = dict(enumerate(indices.axes[:-1]))
+    rows |= {of_index: rows[of_index] or operand.axes[of_operand] for of_operand, of_index in batching.items()}
+    batch = iter(rows.values())
     axes = tuple(next(kept, ()) if i in numbers.offset_dims else next(batch, ()) for i in range(len(out.shape)))
     over = {axis for i in numbers.collapsed_slice_dims for axis in operand.axes[i]}
     result = self.array(out, axes, partial=frozenset(over))

@@ -110,6 +110,16 @@ def test_loops_count_and_what_is_computed_twice_counts_once():
   assert communication(step) == {('all_gather', 'data'): 5 * 32 * 32 * 2 * 3 / 4}
 
 
+def test_rows_that_are_gathered_from_a_split_batch_stay_split():
+  def choose(x, indices):
+    return jax.vmap(lambda row, index: row[index])(x, indices)
+
+  for split in (('data',), ()):
+    step = walked(choose, spec(64, 512, 256, split=('data',)), spec(64, 128, split=split, dtype='int32'))
+    assert sum(op.bytes for op, _ in step.walk() if op.kind == 'gather') == 2 * 16 * 128 * 256 * 2
+    assert communication(step) == {}
+
+
 def test_inside_a_shard_map_collectives_are_written_out():
   def local(x, w):
     return jax.lax.psum_scatter(x @ jax.lax.all_gather(w, 'data', tiled=True), 'mdl', scatter_dimension=1, tiled=True)
