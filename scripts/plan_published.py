@@ -17,6 +17,7 @@ import sys
 from published import compare_rows, errors_of
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.planning.chips import CHIPS
 
 ROWS = Path(__file__).with_name('published.json')
 RESULTS = Path(__file__).parents[1] / 'docs' / 'benchmarks' / 'results'
@@ -87,13 +88,21 @@ def _rows_table(rows: list[dict]) -> dict:
 def _errors_table(rows: list[dict]) -> dict:
   """Returns the table of errors, of rows that were kept apart from rows to which rates were fitted."""
   table = []
-  for kept in (True, False):
-    for kind in ('dense', 'experts'):
-      errors = errors_of([row for row in rows if row['kept'] is kept and row['kind'] == kind])
-      if errors['num_rows']:
-        figures = f'{errors["median_error"]:.1%}', f'{errors["worst_error"]:.0%}', errors['worst_row']
-        table.append([f'{kind}, {"kept" if kept else "fitted"}', errors['num_rows'], *figures])
-  return {'columns': ['rows', 'number', 'median error', 'worst error', 'of'], 'rows': table}
+  for kept, kind, platforms in (
+    *((True, kind, platforms) for kind in ('dense', 'experts') for platforms in ('TPUs and GPUs', 'TPUs')),
+    *((False, kind, 'TPUs') for kind in ('dense', 'experts')),
+  ):
+    errors = errors_of(
+      [
+        row
+        for row in rows
+        if (row['kept'], row['kind']) == (kept, kind) and f'{CHIPS[row["chip"]].platform.upper()}s' in platforms
+      ]
+    )
+    if errors['num_rows']:
+      figures = f'{errors["median_error"]:.1%}', f'{errors["worst_error"]:.0%}', errors['worst_row']
+      table.append(['kept' if kept else 'fitted', kind, platforms, errors['num_rows'], *figures])
+  return {'columns': ['rates', 'models', 'chips', 'rows', 'median error', 'worst error', 'of'], 'rows': table}
 
 
 if __name__ == '__main__':

@@ -426,7 +426,7 @@ def _check_row(row: Any) -> None:
 def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
   _check_row(row)
   model, chip, measured = find_model(row['model']), CHIPS.get(row['chip']), row.get('step_s')
-  answer = {'name': row['name'], 'kept': bool(row.get('kept')), 'measured_s': measured}
+  answer = {'name': row['name'], 'chip': row['chip'], 'kept': bool(row.get('kept')), 'measured_s': measured}
   answer |= dict.fromkeys(('predicted_s', 'ratio', 'fits', 'kind'))
   precision, plans = (row.get('precision') or 'bf16').replace('bfloat16', 'bf16'), []
   has_rates = chip is not None and chip.name in read_table('rates.toml')
