@@ -73,7 +73,8 @@ def logits_of(
     before, after = jax.checkpoint(before), jax.checkpoint(after)
 
   def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
-    attended = jax.nn.dot_product_attention(*before(x, w), mask=mask[:, None], implementation=implementation)
+    query, key, value = before(x, w)
+    attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation=implementation)
     return after(x, attended, w), None
 
   # Looked up with D gathered and V split, so that no rows are exchanged along D.
@@ -150,7 +151,7 @@ def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true
     grads = jax.tree.map(lambda g: g * (CLIP / jnp.maximum(grad_norm, CLIP)), grads)
     rate = learning_rate_at(count, total_steps)
     updates = jax.tree_util.tree_map_with_path(
-      lambda path, *leaf: adamw(path, *leaf, count, rate), weights, grads, mu, nu
+      lambda path, w, g, mu, nu: adamw(path, w, g, mu, nu, count, rate), weights, grads, mu, nu
     )
     trees = jax.tree.transpose(jax.tree.structure(weights), jax.tree.structure((0, 0, 0)), updates)
     if true is not None:

@@ -22,9 +22,9 @@ from spmd_tasks.experiment import partition_job
 DEPTHS = (4, 32)
 
 
-def compile_once(num_layers: int) -> dict[str, Any]:
+def compile_once(experiment: str, num_layers: int) -> dict[str, Any]:
   jax.clear_caches()
-  step = partition_job(resolve('lm.StdlibTiny', [f'num_layers={num_layers}']).build()).train_step
+  step = partition_job(resolve(experiment, [f'num_layers={num_layers}', 'ici_mesh_shape=1,4,2']).build()).train_step
   compiled = step.compile()
   return {
     'trace_seconds': step.trace_seconds,
@@ -37,17 +37,18 @@ def compile_once(num_layers: int) -> dict[str, Any]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--quick', action='store_true', help='one round, to see that it works')
+  parser.add_argument('--quick', action='store_true', help='one round of a smaller model, to see that it works')
   parser.add_argument('--num_rounds', type=int, default=7)
   args = parser.parse_args()
-  num_rounds = 1 if args.quick else args.num_rounds
+  experiment, num_rounds = ('synthetic.Tiny', 1) if args.quick else ('lm.StdlibTiny', args.num_rounds)
   use_fake_devices(8)
   jax.config.update('jax_enable_compilation_cache', False)
-  compile_once(num_layers=1)  # the first trace and compilation of a process take longer
+  if not args.quick:
+    compile_once(experiment, num_layers=1)  # the first trace and compilation of a process take longer
   rounds: list[dict[int, dict[str, Any]]] = []
   for i in range(num_rounds):
     order = DEPTHS[:: -1 if i % 2 else 1]
-    rounds.append({num_layers: compile_once(num_layers) for num_layers in order})
+    rounds.append({num_layers: compile_once(experiment, num_layers) for num_layers in order})
   shallow, deep = DEPTHS
 
   def paired_ratio(quantity: str) -> float:

@@ -10,6 +10,7 @@ waits for its input. The step runs on 8 fake CPU devices; compare an accelerator
 """
 
 import argparse
+import math
 from statistics import median
 import time
 from typing import Any
@@ -57,7 +58,7 @@ def main() -> None:
   num_rounds, num_batches, num_steps = (2, 20, 2) if args.quick else (args.num_rounds, 300, 10)
   use_fake_devices(8)
   job = resolve('lm.StdlibTiny', ['num_layers=1', 'batch_size=8'] if args.quick else []).build()
-  batch_tokens = job.train_input.batch_size * job.train_input.seq_len
+  batch_tokens = math.prod(job.train_input.element_spec()['ids'].shape)
   training, iterator = Training(job), job.train_input.make_iterator()
   training.run(2)
   read(iterator, 2)

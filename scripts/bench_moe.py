@@ -70,7 +70,7 @@ class Program:
       return result, pull_back(d_result)
 
     self._inputs = data, args, jnp.ones_like(args[0])
-    self._compiled = jax.jit(run).lower(*self._inputs).compile()
+    self._compiled: Any = jax.jit(run).lower(*self._inputs).compile()
 
   def __call__(self) -> Any:
     return self._compiled(*self._inputs)
@@ -176,7 +176,7 @@ def compare_with_ragged_dot(dims: Dims, num_rounds: int) -> float:
   return paired_ratio(times, 'ragged_dot', next(iter(layers)))
 
 
-def measure_tflops(dims: Dims, backends: tuple[str, ...], num_rounds: int) -> dict[str, dict[str, float]]:
+def measure_tflops(dims: Dims, backends: tuple[str, ...], num_rounds: int) -> dict[str, float]:
   """Returns TFLOP/s of the dense network, and of each backend by number of experts."""
   programs = {'dense': dense(dims)}
   for num_experts in NUMS_EXPERTS:

@@ -108,7 +108,11 @@ class Training:
   @classmethod
   def of_ours(cls, experiment: str, every: int, directory: Path) -> Self:
     """Starts our binary."""
-    settings = {'num_train_steps': FOR_EVER, 'log_every_steps': every, 'step_timeout_s': FOR_EVER}
+    settings: dict[str, int | None] = {
+      'num_train_steps': FOR_EVER,
+      'log_every_steps': every,
+      'step_timeout_s': FOR_EVER,
+    }
     settings |= {'input_timeout_s': FOR_EVER, 'eval_every_steps': None, 'checkpoint_every': None}
     flags = ['--exp', experiment, '--mode', 'train', '--num_fake_devices', '8', '--job_log_dir', str(directory)]
     flags += [flag for name, value in settings.items() for flag in ('--set', f'{name}={value}')]
@@ -147,7 +151,7 @@ class Training:
   def _wait_until(self, is_done: Any) -> None:
     while not is_done():
       if self._process.poll() is not None:
-        raise RuntimeError(f'{self._process.args} failed:\n{self._output.read_text()[-3000:]}')
+        raise RuntimeError(f'{self._process.args!r} failed:\n{self._output.read_text()[-3000:]}')
       time.sleep(0.005)
 
   def _cpu_seconds(self) -> float:

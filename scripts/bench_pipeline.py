@@ -109,7 +109,7 @@ def plain(num_microbatches: int, remat_policy: str) -> Program:
 
 
 @functools.cache
-def pipelined(schedule: str, num_microbatches: int, num_layers: int = LAYERS, remat_policy: str = 'none') -> Program:
+def pipelined(schedule: Any, num_microbatches: int, num_layers: int = LAYERS, remat_policy: str = 'none') -> Program:
   stack = PipelinedStack(
     block=make_block(),
     num_layers=num_layers,

@@ -104,7 +104,7 @@ def describe(stepper: Stepper) -> dict[str, Any]:
 def compare(overrides: tuple[str, ...], rounded_up: tuple[str, ...] | None, num_rounds: int) -> dict[str, Any]:
   case = Case(overrides)
   steppers = {'ours': case.ours(), 'bare': case.bare()}
-  loss_difference = check_same_losses(*steppers.values(), batches=case.batches(NUM_CHECKED_STEPS))
+  loss_difference = check_same_losses(steppers['ours'], steppers['bare'], case.batches(NUM_CHECKED_STEPS))
   if rounded_up:
     steppers['rounded_up'] = Case(rounded_up).bare()
     steppers['rounded_up'].batch = steppers['bare'].batch

@@ -1,6 +1,7 @@
 """Measures checkpoints in an emulated store against plain TensorStore, and how long a logged step waits.
 
     PYTHONPATH=. .venv/bin/python scripts/bench_stores.py --store gs --arrays 32 --mib 4 --rounds 7
+    PYTHONPATH=. .venv/bin/python scripts/bench_stores.py --quick      # two small arrays, to see that it works
 
 Plain TensorStore writes and reads the same arrays with the same driver and format (Zarr 3, each array one object with a
 CRC-32C), without a manifest or listing. Our time ends when the checkpoint is published, or the state is on the device.
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 _SERVERS = {
   'gs': 'from tests.gcs_emulator import GcsEmulator; print(GcsEmulator().__enter__().url, flush=True)',
@@ -29,14 +31,16 @@ def main() -> None:
   parser.add_argument('--arrays', type=int, default=32)
   parser.add_argument('--mib', type=int, default=4, help='of each array')
   parser.add_argument('--rounds', type=int, default=7)
+  parser.add_argument('--quick', action='store_true', help='two small arrays, one round')
   args = parser.parse_args()
+  sizes = (2, 1, 1) if args.quick else (args.arrays, args.mib, args.rounds)
   command = [sys.executable, '-c', f'{_SERVERS[args.store]}; input()']
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
     try:
       assert server.stdout is not None
       url = next(line.strip() for line in server.stdout if line.startswith('http'))
       use_emulator(args.store, url.replace('0.0.0.0', '127.0.0.1'))
-      print(json.dumps(measure(args.store, args.arrays, args.mib, args.rounds)))
+      print(json.dumps(measure(args.store, *sizes)))
     finally:
       server.kill()
 
@@ -71,7 +75,7 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
   abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in state.items()}
   checkpointer, step = Checkpointer(directory / 'ours', retention=Retention(max_to_keep=2)), 0
 
-  def open_alone(name: str, **how: object):
+  def open_alone(name: str, **how: Any) -> Any:
     spec = {'driver': 'zarr3', 'kvstore': kvstore_spec(directory / 'alone' / name)}
     return ts.open(spec, **how)
 
@@ -91,7 +95,9 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
       commit.result()
 
   def restore() -> object:
-    return checkpointer.restore(abstract).state
+    restored = checkpointer.restore(abstract)
+    assert restored is not None
+    return restored.state
 
   def read_alone() -> object:
     reads = [opening.result().read() for opening in [open_alone(name, open=True) for name in state]]

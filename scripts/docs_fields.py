@@ -15,7 +15,9 @@ class FieldsOfClasses(griffe.Extension):
   """Appends an `Attributes:` section to docstrings of classes that have annotated fields and no such section."""
 
   def on_class(self, *, cls: griffe.Class, loader: Any, **kwargs: Any) -> None:
-    fields = [member for name, member in cls.members.items() if not name.startswith('_') and _is_field(member)]
+    fields: list[Any] = [
+      member for name, member in cls.members.items() if not name.startswith('_') and _is_field(member)
+    ]
     if not fields or cls.docstring is None or _SECTION in cls.docstring.value:
       return
     source = cls.filepath.read_text(encoding='utf-8').splitlines()  # type: ignore[union-attr]

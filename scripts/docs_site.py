@@ -60,8 +60,9 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
   """Returns the names in the `lazy_exports` of a package, sorted, or else the entries of its `__all__`."""
   for node in tree.body:
     if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_exports('):
-      _, *own = node.items[0].context_expr.args
-      return tuple(sorted([*bound_names(node.body), *(name.value for name in own)]))
+      call = node.items[0].context_expr
+      assert isinstance(call, ast.Call)
+      return tuple(sorted([*bound_names(node.body), *map(ast.literal_eval, call.args[1:])]))
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
       return tuple(ast.literal_eval(node.value))
   return ()

@@ -51,7 +51,7 @@ def experiment_to_step() -> str:
   resolved = resolve('lm.StdlibTiny', ['seq_len=64', override])
   job = resolved.build()
   model = partition_job(job)
-  experiment = job.experiment
+  experiment: Any = job.experiment
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
   spec = job.train_input.element_spec()['ids']
   stages = [

@@ -73,14 +73,15 @@ class _Launched:
 
   def __init__(self, finished: Sequence[bool]):
     rows = len(finished)
-    self._outputs = Outputs(
-      tokens=np.full(rows, TOKEN, np.int32),
-      logprobs=np.zeros(rows, np.float32),
-      top_ids=np.zeros((rows, 0), np.int32),
-      top_logprobs=np.zeros((rows, 0), np.float32),
-      is_valid=np.ones(rows, np.bool_),
-      is_finished=np.array(finished, np.bool_),
-    )
+    arrays: dict[str, Any] = {
+      'tokens': np.full(rows, TOKEN, np.int32),
+      'logprobs': np.zeros(rows, np.float32),
+      'top_ids': np.zeros((rows, 0), np.int32),
+      'top_logprobs': np.zeros((rows, 0), np.float32),
+      'is_valid': np.ones(rows, np.bool_),
+      'is_finished': np.array(finished, np.bool_),
+    }
+    self._outputs = Outputs(**arrays)
 
   def read(self) -> Outputs:
     return self._outputs

@@ -71,8 +71,9 @@ class Common:
     return [text]
 
   def task(self):
-    task = super().task()
-    model_params.set_default_adam(task, self.LEARNING_RATE, self.WEIGHT_DECAY, warmup_steps=10, decay_start=11)
+    task = super().task()  # type: ignore[misc]  # of Paxml's class beside this one, as WEIGHT_DECAY
+    weight_decay = self.WEIGHT_DECAY  # type: ignore[attr-defined]
+    model_params.set_default_adam(task, self.LEARNING_RATE, weight_decay, warmup_steps=10, decay_start=11)
     return task
 
 

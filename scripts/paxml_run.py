@@ -21,7 +21,7 @@ import types
 class StandIn(types.ModuleType):
   """A module whose names are empty classes, or such modules if they begin with a lowercase letter."""
 
-  __path__ = ()
+  __path__: list[str] = []
 
   def __getattr__(self, name):
     if name.startswith('__'):
@@ -53,10 +53,10 @@ def give_back_names() -> None:
   from jax._src.lib import xla_client
   from jax.experimental import pjit
 
-  jax.tree_map = jax.tree.map
-  sys.modules['jax.lib.xla_client'] = jax.lib.xla_client = xla_client
+  vars(jax)['tree_map'] = jax.tree.map
+  sys.modules['jax.lib.xla_client'] = vars(jax.lib)['xla_client'] = xla_client
   if 'AUTO' not in vars(pjit):
-    pjit.AUTO = type('AUTO', (), {})  # named by isinstance alone
+    vars(pjit)['AUTO'] = type('AUTO', (), {})  # named by isinstance alone
 
 
 class NoCheckpointer:
@@ -110,7 +110,7 @@ def main() -> None:
         marks.write(json.dumps({'step': step + 1, 'loss': float(output.loss)}) + '\n')
       return output
 
-  class Timed(experiment):
+  class Timed(experiment):  # type: ignore[valid-type, misc]
     """Returns the experiment without an end and without evals."""
 
     def train_programs(self):

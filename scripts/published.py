@@ -412,7 +412,7 @@ def _check_row(row: Any) -> None:
   if not isinstance(row, Mapping):
     raise UserError(f'a row is {row!r}: write an object with {", ".join(_NEEDED)}.')
   for key, kind in (_NEEDED | {'num_slices': int, 'precision': str, 'step_s': float}).items():
-    value = row.get(key)
+    value: Any = row.get(key)
     if value is None and key in _NEEDED:
       raise UserError(f'row {row.get("name", row)!r} has no {key!r}: give {", ".join(_NEEDED)}.')
     is_fit = bool(value) and type(value) is str if kind is str else type(value) in (int, kind) and 0 < value < 1e18

@@ -6,6 +6,7 @@
 import os
 import pathlib
 import sys
+from typing import Any
 
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 
@@ -81,7 +82,7 @@ def main():
   sys.path[:0] = [source, str(ROOT / 'tests/layers/moe')]
   from flaxformer_cases import CASES
 
-  results = {}
+  results: dict[str, Any] = {}
   for name in CASES:
     results |= run(name)
   np.savez_compressed(out, **results)

@@ -8,6 +8,7 @@ Every layer is MegaBlocks' own Python; only its Triton and CUDA kernels are plai
 import pathlib
 import sys
 import types
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ def main():
   install(source)
   from megablocks_cases import CASES
 
-  results = {}
+  results: dict[str, Any] = {}
   for name, case in CASES.items():
     results |= run(name, case)
   np.savez_compressed(out, **results)

@@ -20,6 +20,7 @@ import os
 import pathlib
 import shutil
 import sys
+from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
@@ -27,7 +28,7 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 import jax
 import jax.experimental.pjit
 
-jax.experimental.pjit.PartitionSpec = jax.sharding.PartitionSpec  # a name that jestimator imports from there
+vars(jax.experimental.pjit)['PartitionSpec'] = jax.sharding.PartitionSpec  # a name that jestimator imports from there
 
 import flax
 from flax import traverse_util
@@ -49,7 +50,7 @@ MOE = {'vocab': 256, 'emb': 64, 'heads': 4, 'head_dim': 16, 'mlp': 128, 'enc': 2
 MOE |= {'kind': 'moe', 'experts': 8, 'group': 64, 'capacity': 1.25, 'aux': 0.01, 'z_loss': 1e-4}
 MOMENTUM = {'beta1': 0.9, 'weight_decay_rate': 1e-3, 'clipping_threshold': 0.5, 'max_parameter_scale': 0.05}
 CAUSAL = {'inputs_bidirectional_attention': False}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
   't5_1_0': {'kind': 'encdec', **SMALL, 'mlp': 256, 'lengths': [24, 16], **RELU, 'label_smoothing': 0.1, 'seed': 10},
   'packed_other': {'kind': 'encdec', **OTHER, 'lengths': [40, 24], **GEGLU, 'packed': True, **NORMALIZED, 'seed': 11},
   'other_sizes': {'kind': 'encdec', **OTHER, 'lengths': [20, 12], **GEGLU, 'seed': 12},
@@ -269,8 +270,10 @@ def decode(model, c, params, batch):
   rows = {name: x for name, x in batch.items() if not name.endswith(('_segment_ids', '_positions'))}
   results = {'score_batch': np.asarray(jax.jit(model.score_batch)(params, rows)).tolist()}
   # rescale_log_probs: greedy's scores are log probabilities then.
-  searches = {'greedy': (decoding.temperature_sample, 1, {'topk': 1, 'rescale_log_probs': False})}
-  searches['beam_4_alpha_0.6'] = decoding.beam_search, 4, {'alpha': 0.6}
+  searches: dict[str, tuple[Any, int, dict[str, float]]] = {
+    'greedy': (decoding.temperature_sample, 1, {'topk': 1, 'rescale_log_probs': False}),
+    'beam_4_alpha_0.6': (decoding.beam_search, 4, {'alpha': 0.6}),
+  }
   for name, (function, width, settings) in searches.items():
     model._decode_fn = function
     predict = jax.jit(

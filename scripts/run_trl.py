@@ -11,6 +11,7 @@ from collections import defaultdict
 import pathlib
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ START = 2  # tokens of a prompt
 CAP = 1.05
 TEMPERATURE = 0.7
 # As METHODS of spmd_tasks/tuning/reward_tuning.py.
-METHODS = {
+METHODS: dict[str, dict[str, Any] | None] = {
   'grpo': {},
   'dr_grpo': {'loss_type': 'dr_grpo'},
   'dapo': {'loss_type': 'dapo', 'epsilon_high': 0.28},
@@ -99,7 +100,7 @@ def loss_of(
     'num_items_in_batch': mask.sum(),
   }
   model = SimpleNamespace(training=True)
-  fields = {
+  fields: dict[str, Any] = {
     'model': model,
     'loss_type': 'grpo',
     'importance_sampling_level': 'token',
@@ -127,12 +128,13 @@ def loss_of(
   kind = RLOOTrainer if method == 'rloo' else GRPOTrainer
   loss = kind._compute_loss(trainer, model, inputs)
   loss.backward()
+  assert logits.grad is not None
   return loss.item(), logits.grad.numpy()
 
 
 def main() -> None:
   batch = rollouts()
-  record = dict(batch)
+  record: dict[str, Any] = dict(batch)
   for method in METHODS:
     for name, kl_weight in (('plain', 0.0), ('kl', 0.2)):
       if method != 'rloo' or not kl_weight:  # TRL's has the KL divergence in the reward

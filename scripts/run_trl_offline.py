@@ -25,7 +25,7 @@ from trl.experimental.server_distillation import server_distillation_trainer
 from trl.trainer.utils import selective_log_softmax
 
 B, T, V = 4, 17, 11
-SEGMENTS = ([3, 4, 3, 6], [8, 9], [], [5, 4, 4, 4])  # lengths, of every row
+SEGMENTS: tuple[list[int], ...] = ([3, 4, 3, 6], [8, 9], [], [5, 4, 4, 4])  # lengths, of every row
 ACCELERATOR = SimpleNamespace(device='cpu', num_processes=1, gather_for_metrics=lambda x: x, gather=lambda x: x)
 KTO_SETTINGS = {'kto': (0.1, 1.0, 1.0), 'kto_weighted': (0.5, 1.5, 0.7)}  # beta, weights of good and bad answers
 
@@ -218,10 +218,11 @@ def main() -> None:
     logits = torch.tensor(batch['logits'], dtype=torch.float64, requires_grad=True)
     loss = loss_of(logits)
     loss.backward()
+    assert logits.grad is not None
     record[f'{name}/loss'], record[f'{name}/gradient'] = loss.item(), logits.grad.numpy()
 
-  for name, settings in KTO_SETTINGS.items():
-    note(name, lambda logits, settings=settings: kto(batch, logits, *settings))
+  for name, weights in KTO_SETTINGS.items():
+    note(name, lambda logits, weights=weights: kto(batch, logits, *weights))
   batch['teacher_logits'] = (2 * np.random.default_rng(4).normal(size=(B, T, V))).astype(np.float32)
   record['pairs/teacher_logits'] = batch['teacher_logits']
   for name, settings in DISTILLATIONS.items():

@@ -17,7 +17,7 @@ of 32 and kl_weight 0.003, the current settings, were chosen with SEED=78: 18 af
 18; with a base of 1,200 steps, the current setting, from 0 to 18. Everything takes 2 min 42 s on 2 idle cores.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import json
 from pathlib import Path
 import random
@@ -109,4 +109,5 @@ def print_result(job: Path) -> None:
 
 
 if __name__ == '__main__':
-  {'inputs': write_inputs, 'result': print_result}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+  commands: dict[str, Callable[..., None]] = {'inputs': write_inputs, 'result': print_result}
+  commands[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

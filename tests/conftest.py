@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Files of long cases that share little. Their cases go to whichever worker is free.
 _SPREAD = ('multi_process/test_binary.py', 'multi_process/test_faults.py')
-_SPREAD += ('test_benchmarks.py', 'test_docs.py')
+_SPREAD += ('test_docs.py', 'test_scripts.py')
 
 
 # Files that one worker has, because they share what takes seconds: imports, a finished job, steps that are compiled.

@@ -1,8 +1,8 @@
-"""Measures what each test file and each fixture costs: CPU seconds, user and system, with the processes they start.
+"""Measures what each test file, test and fixture costs: CPU seconds, user and system, with the processes they start.
 
 Every run writes them to `.pytest_cache/costs.json`, dearest first; `scripts/test --costs` also prints the dearest. A
-file's seconds contain the fixtures that its tests are the first to ask for. A process that tests/fork_server.py forks
-counts for the file and the fixture that started it (`OWNER_VARIABLE`), any other process once somebody waited for it.
+test's seconds contain the fixtures that it is the first to ask for. A process that tests/fork_server.py forks counts
+for the test and the fixture that started it (`OWNER_VARIABLE`), any other process once somebody waited for it.
 """
 
 import collections
@@ -27,22 +27,22 @@ class Costs:
 
   def __init__(self, config: pytest.Config):
     self._config = config
-    self._seconds = {'files': collections.Counter(), 'fixtures': collections.Counter()}
-    self._file = ''
+    self._seconds = {kind: collections.Counter() for kind in ('files', 'tests', 'fixtures')}
+    self._test = ''
 
   def pytest_collection_finish(self) -> None:
-    self._seconds['files']['imports and collection'] += cpu_seconds()
+    self._seconds['tests']['imports and collection'] += cpu_seconds()
 
   @pytest.hookimpl(wrapper=True, tryfirst=True)
   def pytest_runtest_protocol(self, item: pytest.Item):
-    self._file = item.nodeid.partition('::')[0]
-    with self._measured('files', self._file, owner=self._file):
+    self._test = item.nodeid
+    with self._measured('tests', self._test, owner=self._test):
       return (yield)
 
   @pytest.hookimpl(wrapper=True)
   def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef):
     name = f'{fixturedef.baseid}::{fixturedef.argname}'
-    with self._measured('fixtures', name, owner=f'{self._file}\t{name}'):
+    with self._measured('fixtures', name, owner=f'{self._test}\t{name}'):
       return (yield)
 
   @contextlib.contextmanager
@@ -69,8 +69,10 @@ class Costs:
     for path in forked.cost_files():
       for line in path.read_text().splitlines():
         seconds, *owners = line.split('\t')
-        for kind, owner in zip(('files', 'fixtures'), owners):
+        for kind, owner in zip(('tests', 'fixtures'), owners):
           self._seconds[kind][owner or 'unknown'] += float(seconds)
+    for test, amount in self._seconds['tests'].items():
+      self._seconds['files'][test.partition('::')[0]] += amount
     if not self._config.option.collectonly:
       path = self._config.rootpath / '.pytest_cache' / 'costs.json'
       path.parent.mkdir(exist_ok=True)
