@@ -280,7 +280,8 @@ class _Walk:
       return self.reduction(eqn, inputs)
     for inner in params.values():  # of jit, custom_jvp, ...; those of sort, reduce_window, ... take single elements
       jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-      if isinstance(jaxpr, Jaxpr) and [var.aval.shape for var in jaxpr.invars] == [x.shape for x in inputs]:
+      shapes = [getattr(var.aval, 'shape', None) for var in getattr(jaxpr, 'invars', ())]
+      if isinstance(jaxpr, Jaxpr) and shapes == [x.shape for x in inputs]:
         return self.call(inner, inputs)
     return self.elementwise(eqn, inputs)
 
