@@ -20,7 +20,7 @@ _MAX_DEPTH = 400
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{')
 _INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, ([a-z_-]+=.*))?$', re.DOTALL)
 _END = re.compile(r'\}(, execution_thread="[^"]*")?')
-_NAME = re.compile(r'%([\w.-]+)')
+_NAME = re.compile(r'%([\w.-]+)(?:#(\d+))?')
 _CALLED = re.compile(
   r'\b(?:calls|to_apply|condition|body|branch_computations|called_computations|\w+_computation)=(\{[^}]*\}|%[\w.-]+)'
 )
@@ -62,21 +62,23 @@ def _bits(dtype: str) -> int:
 
 def read_shape(text: str) -> Shape:
   """Reads a shape such as `(f32[8,128]{1,0:T(8,128)}, s32[])`."""
-  return _read_shape(re.sub(r'/\*.*?\*/|\{[^}]*\}| ', '', text))
-
-
-def _read_shape(text: str) -> Shape:
+  text = re.sub(r'/\*.*?\*/|\{[^}]*\}| ', '', text)
   if array := _ARRAY.fullmatch(text):
     return Shape(array[1], tuple(int(size.lstrip('<=')) for size in array[2].split(',') if size))
   if not text.startswith('('):
     return Shape(text)
+  return Shape('tuple', elements=tuple(read_shape(element) for element in _elements(text)))
+
+
+def _elements(text: str) -> list[str]:
+  """Splits the text of a tuple's shape into its elements'."""
   elements, depth, start = [], 0, 1
   for i, character in enumerate(text):
-    depth += (character in '([') - (character in ')]')
+    depth += (character in '([{') - (character in ')]}')
     if i + 1 == len(text) or (character == ',' and depth == 1):
       elements.append(text[start:i])
       start = i + 1
-  return Shape('tuple', elements=tuple(_read_shape(element) for element in elements if element))
+  return [element for element in elements if element.strip()]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,17 +227,36 @@ def read_module(text: str) -> Module:
 
 def _read_computation(name: str, lines: Sequence[str], computations: Mapping[str, Computation]) -> Computation:
   instructions: dict[str, Instruction] = {}
+
+  def operand(name: str, index: str) -> Instruction:
+    """Returns an operand `%name`, or the element of a tuple `%name#index`, as jax 0.12 writes it."""
+    if not index:
+      return instructions[name]
+    source, key = instructions[name], f'{name}#{index}'
+    if key not in instructions:
+      instructions[key] = Instruction(
+        name=key,
+        opcode='get-tuple-element',
+        shape_text=_elements(source.shape_text)[int(index)],
+        operands=(source,),
+        literal='',
+        called=(),
+        attributes=f'index={index}',
+      )
+    return instructions[key]
+
   root = None
   for line in lines:  # after its operands, and after the computations that it calls
     match = _INSTRUCTION.match(line)
     assert match is not None, line
     operands, attributes = match[5], match[6] or ''
-    called = [each for text in _CALLED.findall(attributes) for each in _NAME.findall(text)]
+    called = [called for text in _CALLED.findall(attributes) for called, _ in _NAME.findall(text)]
+    operands_of = tuple(operand(*each) for each in _NAME.findall(operands))
     instructions[match[2]] = instruction = Instruction(
       name=match[2],
       opcode=match[4],
       shape_text=match[3],
-      operands=tuple(instructions[each] for each in _NAME.findall(operands)),
+      operands=operands_of,
       literal=operands,
       called=tuple(computations[each] for each in called),
       attributes=attributes,

@@ -23,7 +23,7 @@ IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 MIN_POD = 32
 # The compiler gives the same program every time; the tolerances are for small changes that nobody needs to review.
 TOLERANCES = {
-  **dict.fromkeys(('hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'estimated_peak_bytes'), 0.01),
+  **dict.fromkeys(('hbm_bytes', 'peak_bytes', 'argument_bytes', 'estimated_peak_bytes'), 0.01),
   **dict.fromkeys(('flops', 'network_bytes'), 0.01),
   'predicted_step_s': 0.03,
 }
@@ -77,8 +77,8 @@ def differences(golden: dict, made: dict) -> list[str]:
 
 
 # Estimates of memory without a compiler are within 10% of the compiler's for dense models, 15% with experts, but for
-# these: on v6e the compiler's figure counts gaps between temporaries; the others are small models and whole experts.
-MEMORY_ERRORS = {'lm.Llama70BOnV6e': 0.38, 'moe.Mixtral8x7BOnH200': 0.18, 'lm.Dense1BOnH200': 0.12, 'lm.Dense1B': 0.11}
+# these: on v6e there are gaps between temporaries; the others are small models and whole experts.
+MEMORY_ERRORS = {'lm.Llama70BOnV6e': 0.23, 'moe.Mixtral8x7BOnH200': 0.18, 'lm.Dense1BOnH200': 0.12, 'lm.Dense1B': 0.11}
 
 
 @pytest.mark.exhaustive
@@ -89,6 +89,10 @@ def test_memory_is_estimated_near_the_compilers(name):
   assert plan['peak_bytes'] == pytest.approx(golden['estimated_peak_bytes'], rel=0.01)
   allowed = MEMORY_ERRORS.get(name, 0.15 if name.startswith('moe.') else 0.1)
   assert plan['peak_bytes'] == pytest.approx(golden['peak_bytes'], rel=allowed)
+
+
+# Gaps between temporaries are at most 2% of the memory, but for these.
+GAPS = {'lm.Llama70BOnV6e': 0.15, 'lm.LongLlama8B': 0.06, SMALL[0]: 0.5}
 
 
 @pytest.mark.timeout(1800)
@@ -108,7 +112,10 @@ def test_the_plan_is_what_its_golden_file_says(name, target):
     version = importlib.metadata.version(package)
     if golden['versions'].get(package) != version:
       pytest.skip(f'{path.name} was made by {package} {golden["versions"].get(package)}, here is {version}')
-  made = golden_of(make_plan(job, parse_target(text)))
+  plan = make_plan(job, parse_target(text))
+  assert sum(plan['memory'].values()) == plan['peak_bytes']
+  assert plan['memory']['gaps'] <= GAPS.get(name, 0.02) * plan['peak_bytes']
+  made = golden_of(plan)
   made['estimated_peak_bytes'] = make_plan(job, parse_target(text), compiles=False)['peak_bytes']
   if IS_UPDATING:
     path.parent.mkdir(parents=True, exist_ok=True)

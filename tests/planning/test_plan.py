@@ -7,6 +7,8 @@ the rest is the bubble; and --mode plan as a user runs it.
 import collections
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -246,21 +248,6 @@ def test_a_pod_is_planned_without_its_compiler(monkeypatch, capsys):
   assert 'Nothing was compiled, because the compiler for v5p:8x8x8 is not installed (pip install' in printed
 
 
-def test_a_published_model_is_planned_from_its_config_alone(tmp_path, capsys):
-  config = {
-    'model_type': 'qwen3',
-    'architectures': ['Qwen3ForCausalLM'],
-    **{'vocab_size': 500, 'hidden_size': 96, 'intermediate_size': 200, 'head_dim': 32, 'tie_word_embeddings': True},
-    **{'num_hidden_layers': 2, 'num_attention_heads': 6, 'num_key_value_heads': 2, 'hidden_act': 'silu'},
-  }
-  (tmp_path / 'config.json').write_text(json.dumps(config))
-  flags = ('--set', f'model={tmp_path}', '--set', 'seq_len=64', '--set', 'batch_size=16', '--ici_mesh_shape', '1,4,2')
-  command = ('--exp', 'hf.Model', '--mode', 'plan', '--no_compile', '--target', 'v5e:2x4', *flags)
-  assert binary.run_in_process(*command) == exit_codes.OK
-  layer = 96 * 32 * (6 + 2 + 2 + 6) + 3 * 96 * 200 + 2 * 96 + 2 * 32
-  assert f'{500 * 96 + 2 * layer + 96:,} parameters' in capsys.readouterr().out
-
-
 def test_bubbles_are_a_term_of_their_own():
   """A stage's work is that of P - 1 microbatches more: half as much with twice as many microbatches."""
   wasted, others = [], []
@@ -293,6 +280,17 @@ def test_flags_of_plan_in_another_mode_are_refused(tmp_path, capsys):
   assert binary.run_in_process(*flags) == exit_codes.USAGE
   assert '--target is for --mode plan' in capsys.readouterr().err
   assert not (tmp_path / 'job').exists()
+
+
+@pytest.mark.slow
+def test_plans_need_no_tensorflow():
+  flags = ['--exp', 'synthetic.Tiny', '--mode', 'plan', '--target', 'cpu']
+  block = "import sys; sys.modules['tensorflow'] = None; from spmd_tasks import main"
+  done = subprocess.run(
+    [sys.executable, '-c', f'{block}; sys.exit(main.run({flags}))'], capture_output=True, text=True, check=False
+  )
+  assert done.returncode == exit_codes.OK, done.stderr
+  assert 'memory per device:' in done.stdout
 
 
 def test_what_does_not_fit_is_a_failure(monkeypatch, tmp_path, capsys):
