@@ -8,8 +8,7 @@ object, and the exit code is 0 if nothing failed. With --tiny all sizes are smal
 
 A row has the applicable fields of: ms, busy_ms (the GPU's part), tokens_per_s, tflops, mfu, peak_gb, compile_s;
 `kernels`, the longest ones; `error`, relative in the 2-norm to the plain computation, or absolute in `unit`, and its
-`limit`; `failure`. Section `plan` has the predictions of --mode plan, computed if protobuf is installed, else read from
-gpu_check_plans.json, which any machine with jax[cuda13] writes: `--sections plan --target h100 --write_plans`.
+`limit`; `failure`. Section `plan` has the predictions of --mode plan.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim; R rows, E experts, D in, F out.
 """
@@ -41,7 +40,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
-PLANS = Path(__file__).with_name('gpu_check_plans.json')
 LIMITS = {'env': 60, 'kernels': 110, 'dense': 140, 'moe': 110, 'train': 150, 'serve': 120, 'decode': 170}
 LIMITS |= {'pytorch': 110, 'plan': 120}  # seconds
 LEAST_S = 20  # a section is not begun with less
@@ -568,10 +566,6 @@ def pytorch(size: Any) -> Iterator[Row]:
 
 def plan(size: Any) -> Iterator[Row]:
   """Yields the predictions of --mode plan for the steps of `dense`, `moe` and `decode`."""
-  if 'protobuf' not in importlib.metadata.packages_distributions().get('google', ()):
-    kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
-    yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no protobuf, and no plan in {PLANS.name}'}])
-    return
 
   def measure(step: str, job: tuple[str, tuple[str, ...]]) -> Row:
     flags = ('--target', f'{size.target}:1', '--plan_out', 'plan', '--plan_steps', step)
@@ -675,7 +669,7 @@ def drive(args: argparse.Namespace, work: Path) -> int:
       start, left = time.monotonic(), args.budget - (time.monotonic() - begun)
       wrong, rows = 'not begun: no time was left', []
       if left >= LEAST_S:
-        limit_s = left if args.tiny or args.write_plans else min(LIMITS[name], left)
+        limit_s = left if args.tiny else min(LIMITS[name], left)
         wrong, rows = run_section(name, args, work, limit_s, log)
       section = {'rows': rows, 'wrong': wrong, 'seconds': round(time.monotonic() - start, 1)}
       result['sections'][name] = section
@@ -692,10 +686,6 @@ def drive(args: argparse.Namespace, work: Path) -> int:
   print(table(result))
   wrong = {name: section['wrong'] for name, section in result['sections'].items() if section['wrong']}
   skipped = [entry['skipped'] for s in result['sections'].values() for entry in s['rows'] if 'skipped' in entry]
-  if args.write_plans and not wrong:
-    kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
-    kept[args.target] = result['sections']['plan']['rows']
-    PLANS.write_text(json.dumps(kept, indent=1) + '\n', encoding='utf-8')
   seconds = {name: section['seconds'] for name, section in result['sections'].items()}
   summary = {'ok': not wrong, 'wrong': wrong, 'skipped': skipped, 'device': result['device'], 'date': result['date']}
   print(json.dumps(summary | {'seconds': seconds, 'out': str(out)}))
@@ -709,7 +699,6 @@ def main() -> int:
   parser.add_argument('--budget', type=float, default=570, help='seconds for all sections')
   parser.add_argument('--tiny', action='store_true', help='small sizes, on the CPU')
   parser.add_argument('--target', help='the chip of `plan`; default: that of this machine')
-  parser.add_argument('--write_plans', action='store_true', help='keep the plans for machines without protobuf')
   parser.add_argument('--section', choices=RUN, help=argparse.SUPPRESS)
   parser.add_argument('--to', type=Path, help=argparse.SUPPRESS)
   args = parser.parse_args()
