@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from spmd_tasks.decoding import DecodeSteps
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.planning.collectives import collectives, slice_of_device
 from spmd_tasks.planning.estimate import estimate_step
@@ -365,6 +365,7 @@ def compile_step(
 
   Raises:
     UserError: the task has no such step, its split is impossible, or the compiler knows an option not.
+    JobError: the step does not fit, and the compiler has not said what is in the way.
   """
   note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
   note('...')
@@ -382,7 +383,14 @@ def compile_step(
       if made is None:
         raise invalid_option_error(error) or error from error.__cause__
     compiled = time.perf_counter()
-    dump = read_dump(folder, target.chip.platform)
+    try:
+      dump = read_dump(folder, target.chip.platform)
+    except FileNotFoundError:
+      if isinstance(made, OutOfMemory):  # before buffers were assigned
+        raise JobError(
+          f'the {step} step does not fit on {target.name}: plan it with --no_compile. The compiler says: {made.message}'
+        ) from None
+      raise
   note('needs more memory than there is' if isinstance(made, OutOfMemory) else 'done', f'{compiled - start:.0f} s')
   return made, dump, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
 
