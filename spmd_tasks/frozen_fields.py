@@ -101,7 +101,7 @@ class FrozenFields:
         annotations.pop(old, None)
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
     for name in annotations:
-      overridden = getattr(super(cls, cls), name, None)
+      overridden = None if name in inherited else getattr(super(cls, cls), name, None)
       if isinstance(overridden, types.FunctionType):
         raise UserError(
           f'{cls.__qualname__}.{name} is a field, but {overridden.__qualname__} is a method: define '

@@ -20,6 +20,7 @@ from typing import Any
 from spmd_tasks.config.resolution import ResolvedConfig
 from spmd_tasks.config.tree import walk
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.transformer import REMAT_POLICIES
 from spmd_tasks.planning.plan import make_plan
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.sharding.specs import axes_of
@@ -34,11 +35,6 @@ NUM_BEST = 5
 _WORTH = 1.25  # a candidate slower than the best one by more is not extended
 _LESS = 0.98  # of the memory of a faster one, which a slower one needs at most to be among the best
 _MESH = ('ici_mesh_shape',)
-# From the most memory of activations to the least.
-_REMAT_POLICIES = (
-  *('none', 'dots', 'dots_no_batch', 'attention_and_ffn', 'attention_offloaded_and_ffn', 'attention'),
-  *('attention_offloaded', 'full', 'full_half_offloaded', 'full_offloaded'),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,20 +46,22 @@ class Candidate:
 
   @property
   def seconds(self) -> float:
+    """The predicted time of a step."""
     return self.plan['predicted_step_s']
 
   @property
-  def cost(self) -> tuple[float, int]:
-    return self.seconds, self.plan['peak_bytes']
+  def memory(self) -> int:
+    """The bytes that a device needs at the peak."""
+    return self.plan['peak_bytes']
 
   @property
   def score(self) -> float:
-    """The seconds of a step, more if it does not fit."""
-    return self.seconds * max(1.0, self.plan['peak_bytes'] / self.plan['hbm_bytes'])
+    """The time of a step, longer if it does not fit by the ratio of its memory to the device's."""
+    return self.seconds * max(1.0, self.memory / self.plan['hbm_bytes'])
 
 
 def search(resolve: Resolve, target: Target) -> Json:
-  """Plans settings near those of an experiment.
+  """Plans an experiment with other settings, and compares their memory and time.
 
   Args:
     resolve: resolves the experiment with more overrides.
@@ -81,9 +79,9 @@ def search(resolve: Resolve, target: Target) -> Json:
   resolved = resolve(())
   plan = make_plan(resolved.build(), target, compiles=False)
   start = Candidate(settings=_settings(resolved, plan), plan=plan)
-  planned: dict[tuple, Candidate] = {_key(start.settings): start}
-  refused: dict[tuple, Json] = {}
-  distinct, single = [start], []
+  seen = {_key(start.settings)}
+  candidates, single = [start], []  # without those that cost the same as another
+  refused: list[Json] = []
   order = itertools.count()  # of candidates with equal scores
   queue = [(start.score, next(order), start)]
   best = start.score
@@ -92,41 +90,37 @@ def search(resolve: Resolve, target: Target) -> Json:
     if score > _WORTH * best:
       break
     for settings in _neighbours(candidate.settings, resolved):
-      key = _key(settings)
-      if key in planned or key in refused:
+      if _key(settings) in seen:
         continue
-      if len(planned) + len(refused) >= MAX_PLANS:
+      if len(seen) == MAX_PLANS:
         queue.clear()
         break
-      flags = _flags(settings, start.settings)
+      seen.add(_key(settings))
       try:
         plan = make_plan(resolve(_overrides(settings, start.settings)).build(), target, compiles=False)
       except (UserError, ValueError, TypeError) as error:  # a user's own model may say it in its own way
-        refused[key] = {'flags': flags, 'why': str(error).splitlines()[0] if str(error) else type(error).__name__}
+        lines = str(error).splitlines() or [type(error).__name__]
+        refused.append({'flags': _flags(settings, start.settings), 'why': lines[0]})
         continue
       new = Candidate(settings=settings, plan=plan)
-      is_equal = any(
-        (new.seconds, plan['peak_bytes']) == (one.seconds, one.plan['peak_bytes']) for one in planned.values()
-      )
-      planned[key] = new
-      if is_equal:  # such as `dots` and `dots_no_batch` where a kernel computes attention
-        continue
+      if any((new.seconds, new.memory) == (one.seconds, one.memory) for one in candidates):
+        continue  # such as `dots_no_batch` beside `dots`, if a kernel computes attention
       best = min(best, new.score)
-      distinct.append(new)
+      candidates.append(new)
       if candidate is start:
         single.append(new)
       heapq.heappush(queue, (new.score, next(order), new))
-      fastest = min((one.seconds for one in distinct if one.plan['fits']), default=math.inf)
+      fastest = min((one.seconds for one in candidates if one.plan['fits']), default=math.inf)
       found = f'the fastest that fits: {fastest:.4g} s' if fastest < math.inf else 'none fits so far'
-      print(f'plan: {len(planned)} of at most {MAX_PLANS} plans, {found}', file=sys.stderr, flush=True)
+      print(f'plan: {len(seen)} of at most {MAX_PLANS} plans, {found}', file=sys.stderr, flush=True)
   return {
-    'num_plans': len(planned),
+    'num_plans': len(seen) - len(refused),
     'seconds': round(time.perf_counter() - begun, 1),
     'start': _row(start, start),
-    'best': [_row(candidate, start) for candidate in _best(distinct)],
-    'nearest': [_row(min(distinct, key=lambda one: one.plan['peak_bytes']), start)],
+    'best': [_row(candidate, start) for candidate in _best(candidates)],
+    'nearest': [_row(min(candidates, key=lambda one: one.memory), start)],
     'single': [_row(candidate, start) for candidate in sorted(single, key=lambda one: one.score)],
-    'refused': list(refused.values()),
+    'refused': refused,
   }
 
 
@@ -134,13 +128,16 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
   """Returns the fastest that fits, then those that are a bit slower but need less memory."""
   best: list[Candidate] = []
   for candidate in sorted(candidates, key=lambda one: one.seconds):
-    if candidate.plan['fits'] and (not best or candidate.plan['peak_bytes'] < _LESS * best[-1].plan['peak_bytes']):
+    if candidate.plan['fits'] and (not best or candidate.memory < _LESS * best[-1].memory):
       best.append(candidate)
   return best[:NUM_BEST]
 
 
 def _settings(resolved: ResolvedConfig, plan: Json) -> dict[Paths, Any]:
-  """Returns the settings of an experiment: its fields, or else the paths in its task that have one value together."""
+  """Returns what the experiment sets: its mesh, and its fields or the paths of its task with a name in _MOVES.
+
+  Paths of one name and value, as in a sequence of stacks, change together.
+  """
   experiment = resolved.experiment
   dcn_shape = experiment.dcn_mesh_shape or itertools.repeat(1)
   settings: dict[Paths, Any] = {_MESH: tuple(size // dcn for size, dcn in zip(plan['mesh'].values(), dcn_shape))}
@@ -176,11 +173,12 @@ def _meshes(shape: tuple[int, ...], resolved: ResolvedConfig) -> Iterator[tuple[
 
 
 def _policies(policy: str) -> Sequence[str]:
-  """Returns the two policies that keep a bit more and a bit less; all, if `policy` names values of its own."""
-  if policy not in _REMAT_POLICIES:
-    return _REMAT_POLICIES
-  at = _REMAT_POLICIES.index(policy)
-  return [other for i, other in enumerate(_REMAT_POLICIES) if 0 < abs(i - at) <= 2]
+  """Returns the two policies before and after `policy`; all of them, if it is written as 'save(...) offload(...)'."""
+  policies = list(REMAT_POLICIES)  # from the most device memory to the least
+  if policy not in policies:
+    return policies
+  at = policies.index(policy)
+  return [other for i, other in enumerate(policies) if 0 < abs(i - at) <= 2]
 
 
 def _halves_and_doubles(number: int) -> list[int]:
@@ -199,6 +197,7 @@ def _key(settings: Settings) -> tuple:
 
 
 def _changed(settings: Settings, start: Settings) -> Iterator[tuple[str, str]]:
+  """Yields the path and the new value, as text, of what differs from the start."""
   for paths, value in settings.items():
     if value != start[paths]:
       text = ','.join(map(str, value)) if paths == _MESH else str(value)
@@ -212,8 +211,7 @@ def _overrides(settings: Settings, start: Settings) -> list[str]:
 def _flags(settings: Settings, start: Settings) -> str:
   """Returns the flags that a user adds to a command."""
   return ' '.join(
-    f'--{path} {text}' if (path,) == _MESH else f"--set '{path}={text}'" if ' ' in text else f'--set {path}={text}'
-    for path, text in _changed(settings, start)
+    f'--{path} {text}' if (path,) == _MESH else f'--set {path}={text}' for path, text in _changed(settings, start)
   )
 
 
