@@ -16,7 +16,7 @@ _EXPERIMENTS = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # a
 def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) -> str | None:
   """Returns a sentence for an error of own code; None for other errors, or if the user wants tracebacks.
 
-  The arguments are those of errors.own_code_errors; `part` is None if it is not own code.
+  The arguments are as in `errors.own_code_errors`, but `part` is None if it is not own code.
   """
   frames = _own_frames(error)
   if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or part is not None):

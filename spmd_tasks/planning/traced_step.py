@@ -278,7 +278,7 @@ class _Walk:
       return self.attention_kernel(eqn, inputs, name)
     if name in _REDUCTIONS:
       return self.reduction(eqn, inputs)
-    for inner in params.values():  # of jit, custom_jvp, ...; those of sort, reduce_window, ... take single elements
+    for inner in params.values():  # jit, custom_jvp, ...; the jaxprs of sort and reduce_window take scalars
       jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
       shapes = [getattr(var.aval, 'shape', None) for var in getattr(jaxpr, 'invars', ())]
       if isinstance(jaxpr, Jaxpr) and shapes == [x.shape for x in inputs]:

@@ -249,7 +249,7 @@ def test_a_pod_is_planned_without_its_compiler(monkeypatch, capsys):
 
 
 def test_bubbles_are_a_term_of_their_own():
-  """A stage's work is that of P - 1 microbatches more: half as much with twice as many microbatches."""
+  """A stage wastes P - 1 ticks. With twice as many microbatches each tick has half of the work."""
   wasted, others = [], []
   for num_microbatches in (4, 8):
     job = resolve('pipeline.StdlibTiny', (f'num_microbatches={num_microbatches}',)).build()

@@ -79,12 +79,22 @@ def test_what_is_kept_costs_memory_and_what_is_not_costs_time():
   assert planned(offload='input q k v context out wi')['memory_bytes'] < none['memory_bytes']
 
 
+SMALLER_STATE = pytest.mark.xfail(reason='it ran with 8 bytes of state for each weight; ours are 12', strict=True)
+
+
 @pytest.mark.exhaustive
-def test_published_recipes_that_run_are_not_called_unfit():
-  runs = (('llama3.1-70b', 'v6e', 32, 1, 64, 8192), ('deepseek-v3', 'tpu7x', 128, 1, 2048, 4096))
+@pytest.mark.parametrize(
+  'run',
+  [
+    pytest.param(('llama3.1-70b', 'v6e', 32, 1, 64, 8192), marks=SMALLER_STATE),
+    ('deepseek-v3', 'tpu7x', 128, 1, 2048, 4096),
+  ],
+  ids=lambda run: run[0],
+)
+def test_a_published_recipe_that_runs_is_not_called_unfit(run):
   keys = ('model', 'chip', 'num_chips', 'num_slices', 'global_batch', 'seq_len')
-  report = compare_rows([ROW | dict(zip(keys, run, strict=True)) for run in runs])
-  assert [row['fits'] for row in report['rows']] == [True] * len(runs)
+  report = compare_rows([ROW | dict(zip(keys, run, strict=True))])
+  assert report['rows'][0]['fits']
 
 
 ROWS = json.loads((ROOT / 'scripts/published.json').read_text(encoding='utf-8'))['rows']
