@@ -33,7 +33,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from spmd_tasks.distributed import use_fake_devices
-from tests import costs, forked, shared_models
+from tests import costs, forked, import_graph, shared_models
 from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401  (one emulator for all directories)
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
@@ -48,6 +48,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='run the cases marked exhaustive too: full products of tables')
+  parser.addoption('--changed', action='store_true', help='run only the test files that a change since main can reach')
   parser.addoption('--costs', action='store_true', help='print the CPU seconds of the dearest files and fixtures')
 
 
@@ -125,10 +126,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Leaves out cases marked exhaustive, unless --all is given. Groups come first, then files with more slow tests."""
-  selected = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
+  """Leaves out cases marked exhaustive, unless --all is given. Groups come first, then files with more slow tests.
+
+  With --changed, files that no change reaches are left out too.
+  """
+  reached = import_graph.reached_from(import_graph.changed_files()) if config.getoption('--changed') else None
+
+  def is_selected(item: pytest.Item) -> bool:
+    is_reached = reached is None or item.path in reached
+    return is_reached and ('exhaustive' not in item.keywords or config.getoption('--all'))
+
+  selected = [item for item in items if is_selected(item)]
   if len(selected) < len(items):
-    config.hook.pytest_deselected(items=[item for item in items if 'exhaustive' in item.keywords])
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
   num_slow = collections.Counter(item.path for item in selected if 'slow' in item.keywords)
 
   def place(item: pytest.Item) -> tuple:

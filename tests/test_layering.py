@@ -1,8 +1,6 @@
 """The structure of the package: rows, no circles of imports, and what a base install and a first step import."""
 
 import ast
-from collections.abc import Iterator
-import functools
 import graphlib
 from importlib import metadata
 import os
@@ -11,9 +9,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from typing import NamedTuple
 
 import pytest
+
+from tests import import_graph
+from tests.import_graph import Import, dotted_name, imports_in, module_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'spmd_tasks'
@@ -51,34 +51,13 @@ EXTENSIONS = {part for row in ROWS[: ROWS.index(('main',))] for part in row}
 ROW_OF_PART = {part: number for number, row in enumerate(ROWS) for part in row}
 
 
-class Import(NamedTuple):
-  """A dotted name that a file imports, anywhere in it: `from a import b` gives `a.b`."""
-
-  importer: Path
-  name: str
-  line: int
-
-  def __str__(self):
-    return f'{self.importer.relative_to(ROOT)}:{self.line} imports {self.name}'
+MODULES = {
+  name: path
+  for name, path in import_graph.MODULES.items()
+  if path.is_relative_to(PACKAGE) and path.name != '__main__.py'
+}
 
 
-def dotted_name(path: Path) -> str:
-  return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
-
-
-MODULES = {dotted_name(path): path for path in sorted(PACKAGE.rglob('*.py')) if path.name != '__main__.py'}
-
-
-def imports_in(path: Path) -> Iterator[Import]:
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.Import):
-      yield from (Import(path, alias.name, node.lineno) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-      assert not node.level, f'{path}:{node.lineno}: a relative import'
-      yield from (Import(path, f'{node.module}.{alias.name}', node.lineno) for alias in node.names)
-
-
-@functools.cache
 def imports() -> list[Import]:
   return [imported for path in MODULES.values() for imported in imports_in(path)]
 
@@ -116,25 +95,11 @@ def test_the_core_names_no_extension():
   assert not wrong, '\n'.join(wrong)
 
 
-def module_of(name: str) -> str | None:
-  """The module that a dotted name is in; a name that a package exports is in the module that defines it."""
-  names = ['.'.join(name.split('.')[:end]) for end in range(name.count('.') + 1, 0, -1)]
-  module = next((name for name in names if name in MODULES), None)
-  if module is not None and module != name and MODULES[module].name == '__init__.py':
-    exported = (
-      imported.name
-      for imported in imports_in(MODULES[module])
-      if imported.name.rpartition('.')[2] == name.split('.')[-1]
-    )
-    return module_of(next(exported, module))
-  return module
-
-
 def test_no_module_imports_itself_by_way_of_others():
   graph: dict[str, set[str]] = {name: set() for name in MODULES}
   for imported in imports():
     importer, module = dotted_name(imported.importer), module_of(imported.name)
-    if 'spmd_tasks' not in (importer, module) and module not in (None, importer):
+    if 'spmd_tasks' not in (importer, module) and module in graph.keys() - {importer}:
       graph[importer].add(module)
   graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
