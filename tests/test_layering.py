@@ -172,7 +172,7 @@ _OF_EXTENSIONS = {'pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'tr
     pytest.param('import spmd_tasks', {'jax', 'numpy', 'fiddle', 'typing'}, id='import'),
     pytest.param(_HELP, {'jax', 'numpy', 'fiddle'}, id='help'),
     # Orbax and TensorStore take a second or more to import.
-    pytest.param('import spmd_tasks.programs.train', {*_OF_EXTENSIONS, 'orbax', 'tensorstore'}, id='train'),
+    pytest.param('import spmd_tasks.programs.train', {*_OF_EXTENSIONS, 'orbax', 'tensorstore', 'flax.nnx'}, id='train'),
     pytest.param(_FIRST_STEP, _OF_EXTENSIONS, id='first step', marks=pytest.mark.slow),
   ],
 )

@@ -8,6 +8,7 @@ import abc
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import sys
 from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
@@ -170,7 +171,8 @@ class Task(BaseTask):
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns the predictions that `loss` reads. If its first argument is
       named like an entry of the batch, every argument is passed the entry of its name instead of the whole batch.
-      Instead of `train` it may take another flag of `layers.base.train_flags`, such as `deterministic`.
+      Instead of `train` it may take another flag of `layers.base.train_flags`, such as `deterministic`. Or a class of
+      NNX modules, or a `functools.partial` of one: the built task has the Linen module of nnx_model.py.
     loss: a function `loss(predictions, batch)` that returns the mean over rows, a tuple (mean, metrics) or a
       LossOutput, and may take `train` as the model does; or a Loss. The built task has a Loss.
     learner: turns gradients into new weights: an optimizer, such as `optax.adamw(1e-3)`, or a Learner around one. The
@@ -199,8 +201,12 @@ class Task(BaseTask):
 
   def __post_init__(self):
     object.__setattr__(self, 'learner', as_learner(self.learner))
+    if 'flax.nnx' in sys.modules:  # importing it takes a second
+      from spmd_tasks.runtime.nnx_model import as_linen
+
+      object.__setattr__(self, 'model', as_linen(self.model))
     for name, expected, is_valid in (
-      ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
+      ('model', 'an instance of a flax.linen.Module or a class of nnx.Modules', isinstance(self.model, nn.Module)),
       ('loss', 'a function (predictions, batch)', callable(self.loss)),
       ('learner', 'a Learner(optimizer=...) or an optimizer', isinstance(self.learner, BaseLearner)),
     ):
