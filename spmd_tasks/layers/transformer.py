@@ -75,9 +75,9 @@ def _offloaded(*names: str, saved: tuple[str, ...] = ()) -> Callable[..., Any]:
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   # No remat: saves everything.
   'none': None,
-  # Saves the results of all matmuls, including attention's [B, H, T, T] logits unless a kernel avoids them.
+  # Saves the results of all matmuls, experts' included, and of attention.
   'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing_and_attention),
-  # Saves the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed.
+  # Saves the results of matmuls with weights, and of attention.
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
@@ -85,7 +85,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'attention_and_ffn': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention, PRE_ACTIVATIONS_NAME),
   # The same, with everything but the pre-activations offloaded.
   'attention_offloaded_and_ffn': _offloaded(LAYER_INPUT_NAME, *_attention, saved=(PRE_ACTIVATIONS_NAME,)),
-  # Saves the input of each layer, and the inputs and results of an attention kernel, whose recomputation costs most.
+  # Saves the input of each layer, and the inputs and results of attention, whose recomputation costs most.
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention),
   # Saves the input of each layer only.
   'full': _routing,

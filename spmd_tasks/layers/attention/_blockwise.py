@@ -10,7 +10,14 @@ Shapes: as in _plain.py; N blocks, C queries of a block.
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_to_visible, visible
+from spmd_tasks.layers.attention._plain import (
+  ATTENTION_NAME,
+  BLOCK,
+  AttentionOptions,
+  Heads,
+  attend_to_visible,
+  visible,
+)
 
 
 def attend_blockwise(
@@ -55,7 +62,9 @@ def attend_blockwise(
     bias = None if options.bias is None else options.bias.between(columns, key_columns)
     return attend_to_visible(queries, keys, values, may_see, options, bias)
 
-  attend_block = jax.checkpoint(attend_block, prevent_cse=False)
+  # Results and softmax denominators are saved; the backward pass computes a block's weights once from them.
+  policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME)
+  attend_block = jax.checkpoint(attend_block, prevent_cse=False, policy=policy)
   queries = _blocks(_pad(query, 0, added), num_blocks)
   if segment_ids is None:
     attended = jax.lax.map(lambda xs: attend_block(*xs, None, key, value), (jnp.arange(num_blocks), queries))

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256  # queries whose scores are in memory at a time, by the implementations that limit them
 
-# The `checkpoint_name` of what a kernel's forward pass saves for its backward pass: results and softmax denominators.
+# The `checkpoint_name` of what the forward pass saves for the backward pass: results and softmax denominators.
 ATTENTION_NAME = 'attention'
 
 
@@ -50,7 +51,7 @@ class AttentionOptions:
     window: how many tokens of its document a token sees, including itself; None: all.
     softmax_scale: factor of the logits; None: 1 / sqrt(K).
     logit_cap: caps the logits softly, see `soft_cap`.
-    sinks: [H], see `masked_softmax`.
+    sinks: [H], see `_attend`.
     bias: relative position biases, added to the logits.
     has_prefix: whether segment ids are 2 * document, + 1 for a token of the document's prefix.
     even_padding: whether padding, segment 0, attends evenly to all tokens instead of to other padding.
@@ -167,16 +168,13 @@ def attend_to_visible(
   # Heads come before tokens in all products. If tokens came first, `einsum` would compute [V, T] or [S, T], for which
   # XLA's CPU compiler transposes the attention weights, the largest arrays here.
   queries = jnp.moveaxis(query.reshape(num_rows, length, key.shape[2], -1, head_dim), 1, 3)
-  keys, values = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
-  scale = options.scale(head_dim)
+  keys, values, sinks = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2), options.sinks
   if bias is not None:
     bias = bias.reshape(1, *queries.shape[1:3], *bias.shape[1:])
-  if options.logit_cap is None and options.sinks is None:
-    attended = _attend(queries, keys, values, bias, may_see, scale)
-  else:
-    logits = soft_cap(_products(queries, keys) * scale, options.logit_cap)
-    logits = logits if bias is None else logits + bias
-    attended = _weighted_sum(masked_softmax(logits, may_see[:, None, None], options.sinks), values)
+  if sinks is not None:
+    sinks = sinks.astype(jnp.float32).reshape(1, *queries.shape[1:3], 1, 1)
+  scale, cap = options.scale(head_dim), options.logit_cap
+  attended = _attend(queries, keys, values, bias, sinks, may_see[:, None, None], scale, cap)
   return jnp.moveaxis(attended, 3, 1).reshape(num_rows, length, num_heads, value.shape[-1])
 
 
@@ -185,60 +183,82 @@ def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
   return float32_product('BGRTK,BGSK->BGRTS')(queries, keys)
 
 
-def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-  """Returns [B, G, R, T, V] for weights [B, G, R, T, S] and values [B, G, S, V]."""
-  return jnp.einsum('BGRTS,BGSV->BGRTV', weights.astype(values.dtype), values)
+def _logits(
+  queries: jax.Array, keys: jax.Array, bias: jax.Array | None, may_see: jax.Array, scale: float, cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns logits, float32 [B, G, R, T, S]: capped ones, and with the bias and -1e30 where the mask is false."""
+  # A loop over layers has one mask. XLA would broadcast it to the shape of the logits before the loop, and keep that.
+  may_see, lowest, queries = jax.lax.optimization_barrier((may_see, jnp.float32(-1e30), queries))
+  logits = soft_cap(_products(queries, keys) * scale, cap)
+  return logits, jnp.where(may_see, logits if bias is None else logits + bias, lowest)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attend(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | None, may_see: jax.Array, scale: float
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  bias: jax.Array | None,
+  sinks: jax.Array | None,
+  may_see: jax.Array,
+  scale: float,
+  cap: float | None,
 ) -> jax.Array:
-  """Returns [B, G, R, T, V] without cap and sinks; the backward pass computes one array of the weights' size.
+  """Returns the sums of values [B, G, S, V], weighted by a softmax over S: [B, G, R, T, V].
 
-  The gradient of a softmax needs, for each query, the sum over S of weights times their cotangents. It equals the sum
-  over V of results times their cotangents, which are far smaller (Dao et al., 2022: FlashAttention). The result of a
-  query that sees nothing, the mean of all values, has no gradient with respect to queries and keys.
+  A query that sees nothing has equal weights on all keys. Sinks, float32 [1, G, R, 1, 1], add a logit per head, whose
+  share of the softmax is dropped, so that a head may attend to nothing (StreamingLLM: Xiao et al., 2024; gpt-oss:
+  2025).
+
+  The backward pass computes the weights again instead of keeping them. The gradient of a softmax needs, for each query,
+  the sum over S of weights times their cotangents. It equals the sum over V of results times their cotangents, which
+  are far smaller (Dao et al., 2022: FlashAttention). The result of a query that sees nothing, the mean of all values,
+  has no gradient with respect to queries and keys.
   """
-  return _attend_forward(queries, keys, values, bias, may_see, scale)[0]
+  return _attend_forward(queries, keys, values, bias, sinks, may_see, scale, cap)[0]
 
 
-def _attend_forward(queries, keys, values, bias, may_see, scale):
-  logits = _products(queries, keys) * scale
-  weights = masked_softmax(logits if bias is None else logits + bias, may_see[:, None, None])
-  attended = _weighted_sum(weights, values)
-  sees_keys = jnp.any(may_see, axis=-1)[:, None, None, :, None]
-  return attended, (queries, keys, values, weights, attended, sees_keys, None if bias is None else ())
+def _attend_forward(queries, keys, values, bias, sinks, may_see, scale, cap):
+  _, logits = _logits(queries, keys, bias, may_see, scale, cap)
+  highest = jnp.max(logits, axis=-1, keepdims=True)
+  highest = highest if sinks is None else jnp.maximum(highest, sinks)
+  weights = jnp.exp(logits - highest)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  total = total if sinks is None else total + jnp.exp(sinks - highest)
+  attended = float32_product('BGRTS,BGSV->BGRTV')(weights.astype(values.dtype), values) / total
+  attended = attended.astype(values.dtype)
+  # Two numbers per query: the sum of the logarithm and -1e30, of a query that sees nothing, would be -1e30.
+  attended, highest, total = (checkpoint_name(x, ATTENTION_NAME) for x in (attended, highest, total))
+  return attended, (queries, keys, values, bias, sinks, may_see, attended, highest, total)
 
 
-def _attend_backward(scale, saved, cotangent):
-  queries, keys, values, weights, attended, sees_keys, has_bias = saved  # None or (): a bool would become an array
+def _attend_backward(scale, cap, saved, cotangent):
+  queries, keys, values, bias, sinks, may_see, attended, highest, total = saved
+  capped, logits = _logits(queries, keys, bias, may_see, scale, cap)
+  weights = jnp.exp(logits - highest)  # times `total`, by which the smaller factors are divided
+  cotangent = cotangent.astype(jnp.float32) / total
   # A query that sees keys has weight 0 on all others. The weights of a query that sees none do not depend on logits.
-  seeing = jnp.where(sees_keys, cotangent, 0)
-  sums = jnp.sum(attended.astype(jnp.float32) * seeing.astype(jnp.float32), axis=-1, keepdims=True)
-  logits_cotangent = weights * (_products(seeing, values) - sums)
-  bias_cotangent = jnp.sum(logits_cotangent, axis=0, keepdims=True) if has_bias is not None else None
+  seeing = jnp.where(_sees_keys(may_see), cotangent, 0)
+  sums = jnp.sum(attended.astype(jnp.float32) * seeing, axis=-1, keepdims=True)
+  logits_cotangent = weights * (_products(seeing.astype(values.dtype), values) - sums)
+  bias_cotangent = None if bias is None else jnp.sum(logits_cotangent, axis=0, keepdims=True)
+  sinks_cotangent = None
+  if sinks is not None:
+    sinks_cotangent = -jnp.sum(jnp.exp(sinks - highest) * sums, axis=(0, 3, 4), keepdims=True)
+  if cap is not None:
+    logits_cotangent *= 1.0 - jnp.square(capped / cap)
   products_cotangent = (logits_cotangent * scale).astype(queries.dtype)
   # As [K, S] and [V, S], the larger factor need not be transposed.
   keys_cotangent = jnp.einsum('BGRTK,BGRTS->BGKS', queries, products_cotangent)
-  values_cotangent = jnp.einsum('BGRTV,BGRTS->BGVS', cotangent, weights.astype(values.dtype))
-  queries_cotangent = _weighted_sum(products_cotangent, keys)
-  return queries_cotangent, keys_cotangent.swapaxes(2, 3), values_cotangent.swapaxes(2, 3), bias_cotangent, None
+  values_cotangent = jnp.einsum('BGRTV,BGRTS->BGVS', cotangent.astype(values.dtype), weights.astype(values.dtype))
+  queries_cotangent = jnp.einsum('BGRTS,BGSK->BGRTK', products_cotangent, keys)
+  keys_cotangent, values_cotangent = keys_cotangent.swapaxes(2, 3), values_cotangent.swapaxes(2, 3)
+  return queries_cotangent, keys_cotangent, values_cotangent, bias_cotangent, sinks_cotangent, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-  """Returns the softmax over S, float32, of logits [B, G, H/G, T, S] where the mask is true, and 0 elsewhere.
-
-  A query that sees nothing has equal weights on all keys. `sinks` [H] add a logit per head, whose share of the softmax
-  is dropped, so that a head may attend to nothing (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025).
-  """
-  masked = jnp.where(mask, logits, -1e30)
-  if sinks is None:
-    return jax.nn.softmax(masked, axis=-1)
-  sink = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
-  highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), sink))
-  weights = jnp.exp(masked - highest)
-  return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest))
+def _sees_keys(may_see: jax.Array) -> jax.Array:
+  """Returns bool [B or 1, 1, 1, T, 1]: whether a query sees any key."""
+  return jnp.any(may_see, axis=-1, keepdims=True)

@@ -1,9 +1,12 @@
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmd_tasks.layers import RmsNorm
-from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary
+from spmd_tasks.layers.attention import Attention, LinearScaling, PositionBias, Rotary
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend
 from tests.layers.tiny_model import random_weights
@@ -87,6 +90,41 @@ def test_gradients_are_those_of_jax(rng, num_kv_heads, window):
   made, wanted = (jax.jit(lambda *xs, f=f: jax.vjp(f, *xs)[1](cotangent))(*operands) for f in (ours, theirs))
   for gradient, expected in zip(made, wanted, strict=True):
     np.testing.assert_allclose(gradient, expected, atol=1e-5)  # float32
+
+
+@pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
+def test_gradients_of_capped_logits_sinks_and_biases_are_those_of_jax(rng, implementation):
+  shapes = [(2, 6, 4, 8), (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), (4,), (4, 8)]
+  cotangent, *operands = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+  may_see = (SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :]) & np.tri(6, dtype=bool)
+
+  def ours(query, key, value, sinks, table):
+    bias = PositionBias(table=table, max_distance=6, bidirectional=False)
+    options = AttentionOptions(logit_cap=2.0, sinks=sinks, bias=bias)
+    return attend(query, key, value, SEGMENT_IDS, options, implementation=implementation)
+
+  def theirs(query, key, value, sinks, table):
+    logits = jnp.einsum('BTGRK,BSGK->BGRTS', query.reshape(2, 6, 2, 2, 8), key) / np.sqrt(8)
+    columns = np.arange(6)
+    bias = PositionBias(table=table, max_distance=6, bidirectional=False).between(columns, columns)
+    logits = 2.0 * jnp.tanh(logits / 2.0) + bias.reshape(1, 2, 2, 6, 6)
+    logits = jnp.where(may_see[:, None, None], logits, -jnp.inf)
+    sinks = jnp.broadcast_to(sinks.reshape(1, 2, 2, 1, 1), (2, 2, 2, 6, 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum('BGRTS,BSGK->BTGRK', weights, value).reshape(2, 6, 4, 8)
+
+  made, wanted = (jax.jit(lambda *xs, f=f: jax.vjp(f, *xs)[1](cotangent))(*operands) for f in (ours, theirs))
+  for gradient, expected in zip(made, wanted, strict=True):
+    np.testing.assert_allclose(gradient, expected, atol=2e-5)  # float32
+
+
+def test_the_backward_pass_computes_the_weights_again():
+  shapes = [(2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8)]
+  options = AttentionOptions(logit_cap=2.0, sinks=jnp.ones(4))
+  call = functools.partial(attend, segment_ids=jnp.asarray(SEGMENT_IDS), options=options, implementation='xla')
+  _, pull_back = jax.vjp(call, *map(jnp.ones, shapes))
+  kept = {x.shape for x in jax.tree.leaves(pull_back) if x.shape[-2:] == (6, 6)}
+  assert kept == {(2, 1, 1, 6, 6)}  # the mask of all heads
 
 
 @pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
