@@ -177,6 +177,13 @@ def test_rows_are_split_evenly_or_over_fewer_devices(split_dims, shape, expected
     assert scope.activation_spec(split_dims, shape) == expected
 
 
+def test_axes_that_split_inputs_split_rows_too():
+  mesh = AbstractMesh((2, 4, 2), ('replica', 'data', 'mdl'))
+  with specs.sharding_scope(mesh, (('mlp', 'mdl'),), {'map_2d': (('replica', 'data'), None)}) as scope:
+    assert scope.row_axes == {'replica', 'data'}
+    assert scope.activation_spec((('replica', 'data'), 'mlp'), (4, 3)) == P('data', 'mdl')
+
+
 def test_constrain_accepts_uneven_dims(mesh):
   @jax.jit
   def step(x):
