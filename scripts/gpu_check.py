@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
 LIMITS = {'env': 60, 'kernels': 110, 'dense': 140, 'moe': 110, 'train': 150, 'serve': 120, 'decode': 170}
-LIMITS |= {'pytorch': 110, 'plan': 120}  # seconds
+LIMITS |= {'verify': 90, 'pytorch': 110, 'plan': 120}  # seconds
 LEAST_S = 20  # a section is not begun with less
 Row = dict[str, Any]
 
@@ -514,6 +514,16 @@ def decode(size: Any) -> Iterator[Row]:
 
   for what, *arguments in decode_jobs(size):
     yield row(what, measure, *arguments)
+
+
+def verify(size: Any) -> Iterator[Row]:
+  """Compares the kernels of both train steps with float64: --mode verify --claims kernels."""
+  for experiment, overrides in (dense_job(size), size.moe):
+    command = binary('verify', experiment, overrides, '--claims', 'kernels')
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    failed = [f'{failure["case"]}: {failure}' for failure in json.loads(done.stdout.splitlines()[-1])['failures']]
+    yield {'what': f'kernels of {experiment}'} | ({'failure': failed[0]} if failed else {})
 
 
 def pytorch(size: Any) -> Iterator[Row]:

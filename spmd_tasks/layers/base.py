@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from absl import logging
 from flax import struct
@@ -255,6 +255,22 @@ class SmallMicrobatchError(UserError):
   """Raised if a layer needs more rows than a microbatch has. In evaluation, a pipeline then uses fewer microbatches."""
 
 
+class KernelCall(NamedTuple):
+  """A call of a computation for which there are kernels.
+
+  Attributes:
+    kind: 'attention' or 'grouped_matmul'.
+    implementation: the kernel, or the plain computation, that was chosen.
+    operands: traced arrays: queries, keys and values of all devices; or the rows and matrices of one device.
+    settings: of an attention, its AttentionOptions and AttentionLayout.
+  """
+
+  kind: str
+  implementation: str
+  operands: tuple[Any, ...]
+  settings: tuple[Any, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerScope:
   """What a layer may know of the call that it is part of, beside its inputs; the only dynamic scope of layers.
@@ -269,6 +285,7 @@ class LayerScope:
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
     cache: the KvCache (cache.py) of a call that generates text; None: nothing of the call is stored.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
+    on_kernel: called with each KernelCall while the model is traced; None: nothing is.
   """
 
   part: BatchPart = BatchPart()
@@ -276,6 +293,7 @@ class LayerScope:
   plain_products: bool = False
   cache: Any = None
   balanced_tokens: bool = False
+  on_kernel: Callable[[KernelCall], None] | None = None
 
 
 _OUTSIDE = LayerScope()

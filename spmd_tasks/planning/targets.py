@@ -58,6 +58,12 @@ class PlannedDevice(jax.sharding.AbstractDevice):
   compute_capability: str = ''
 
 
+def mesh_of(mesh_spec: MeshSpec, device: PlannedDevice) -> AbstractMesh:
+  """Returns a mesh without devices: steps that are traced on it have the kernels of such a device."""
+  mesh = mesh_spec.build_abstract()
+  return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
   """Where a device of a target is: its slice, and its chip's coordinates in the torus; on GPUs there are none."""
@@ -93,8 +99,7 @@ class Target:
     return self.num_slices * math.prod(self.slice_shape) * self.chip.cores
 
   def abstract_mesh(self, mesh_spec: MeshSpec) -> AbstractMesh:
-    """Returns the mesh without devices, which knows the kind of chip: steps traced on it have the chip's kernels."""
-    mesh = mesh_spec.build_abstract()
+    """Returns the mesh without devices, which knows the kind of chip."""
     capability = re.search(r'major: (\d+)', self.chip.gpu_target_config)
     device = PlannedDevice(
       device_kind=self.chip.device_kind or 'cpu',
@@ -102,7 +107,7 @@ class Target:
       platform=self.chip.platform,
       compute_capability=f'{capability[1]}.0' if capability else '',
     )
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+    return mesh_of(mesh_spec, device)
 
   def places(self) -> list[Place]:
     """Returns where each device is, for `MeshSpec.arrange`."""

@@ -39,11 +39,17 @@ class Source:
     flags: flags for commands: the experiment, such as '--exp', 'lm.UnevenTiny', and the user's overrides.
     resolve: `path=value` overrides -> (the built job, the value of every field by path, as in config.json).
     quantization: the experiment's task.quantization, which jobs of `resolve` do not have.
+    build_whole: builds the job as it is, not shrunk and with its quantization; None: it is `base`.
   """
 
   flags: tuple[str, ...]
   resolve: Callable[[Sequence[str]], tuple[Job, Mapping[str, Any]]]
   quantization: Any = None
+  build_whole: Callable[[], Job] | None = None
+
+  def whole(self) -> Job:
+    """Returns the job as it is."""
+    return self.base if self.build_whole is None else self.build_whole()
 
   @functools.cached_property
   def _resolved(self) -> tuple[Job, Mapping[str, Any]]:

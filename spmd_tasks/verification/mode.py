@@ -13,6 +13,8 @@ import time
 import traceback
 from typing import Any
 
+import jax
+
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command
@@ -21,6 +23,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
 from spmd_tasks.verification._job_claims import job_cases
+from spmd_tasks.verification._kernel_claims import kernel_cases
 from spmd_tasks.verification._layout_claims import (
   mesh_cases,
   microbatch_cases,
@@ -61,6 +64,7 @@ CLAIMS: Mapping[str, Claim] = {
   'sampler': Claim(sentence='rollouts have the log-probabilities of the training pass', cases=sampler_cases),
   'bfloat16': Claim(sentence='bfloat16 is as close to float32 as rounding allows', cases=precision_cases),
   'quantization': Claim(sentence='int8 and fp8 are as close to float32 as rounding allows', cases=quantization_cases),
+  'kernels': Claim(sentence='kernels and their gradients agree with float64', cases=kernel_cases),
   'checkpoint': Claim(
     sentence='a checkpoint restored on another mesh is the same, and so is the next step', cases=checkpoint_cases
   ),
@@ -126,9 +130,9 @@ def run(command: Command) -> int:
   """
   set_activity('preparing --mode verify')
   compile_quickly()
-  num_devices = command.use_fake_devices(DEFAULT_NUM_DEVICES)
-  assert num_devices is not None
   claims = list(CLAIMS) if command.flags.claims is None else command.flags.claims.split(',')
+  # Kernels are those of this machine's devices; all other claims are about numbers on fake ones.
+  num_devices = command.use_fake_devices(None if claims == ['kernels'] else DEFAULT_NUM_DEVICES) or jax.device_count()
   if unknown := sorted(set(claims) - set(CLAIMS)):
     raise UserError(f'--claims has {unknown[0]!r}, which is not a claim: choose from {", ".join(CLAIMS)}.')
   if (num_random_meshes := command.flags.cases or 0) < 0:
@@ -154,6 +158,7 @@ def run(command: Command) -> int:
     flags=tuple(command.identity()),
     resolve=lambda overrides: resolve(shrink_overrides, (*mesh_overrides, *overrides)),
     quantization=quantization,
+    build_whole=lambda: command.resolve((), ()).build(),
   )
   decided: list[tuple[Case, Verdict]] = []
   bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_random_meshes=num_random_meshes)

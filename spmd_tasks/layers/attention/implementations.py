@@ -31,7 +31,7 @@ from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered
 from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, attention_layout
 from spmd_tasks.layers.attention._splash import attend_by_splash
-from spmd_tasks.layers.base import current_layer_scope, layer_scope
+from spmd_tasks.layers.base import KernelCall, current_layer_scope, layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
 
@@ -90,8 +90,9 @@ def attend(
     is_hopper=is_hopper,
     special=next((name for name, is_used in special.items() if is_used), None),
   )
-  name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
-  if current_layer_scope().balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
+  scope = current_layer_scope()
+  name = 'xla' if scope.plain_products else resolve_implementation(implementation, call)
+  if scope.balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
     arrays = query, key, value, segment_ids, prefix_mask
     query, key, value, segment_ids, prefix_mask = balance_tokens(arrays, layout, back=True)
     settings: Any = {'prefix_mask': prefix_mask, 'implementation': implementation, 'split_dims': split_dims}
@@ -102,6 +103,8 @@ def attend(
     segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
     options = dataclasses.replace(options, has_prefix=True)
   heads = Heads(query, key, value, segment_ids, segment_ids if key_segments is None else key_segments)
+  if scope.on_kernel is not None:
+    scope.on_kernel(KernelCall('attention', name, heads, (options, layout)))
   if name == 'ring':
     return attend_by_ring(heads, options, layout=layout)
   if name == 'splash':

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.base import KernelCall, current_layer_scope
 from spmd_tasks.layers.moe._grouped_matmul_gpu import multiply_by_triton
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
 from spmd_tasks.sharding.specs import current_device, current_platform
@@ -138,7 +138,10 @@ def grouped_matmul(
     group_sizes: int32 [E], rows per group, with a sum of at most R.
     backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform. A UserError if it is unknown.
   """
-  multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
+  name = resolve_backend(backend)
+  multiply = GROUPED_MATMUL_BACKENDS[name]
+  if (on_kernel := current_layer_scope().on_kernel) is not None:
+    on_kernel(KernelCall('grouped_matmul', name, (rows, weights)))
   if not len(rows):
     return (rows @ weights[0]).astype(rows.dtype)
   if multiply is not multiply_by_ragged_dot:  # the others neither read nor write rows after the last group
