@@ -24,10 +24,9 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.layers.attention import implementations
-from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Heads
+from spmd_tasks.layers.attention import AttentionLayout, AttentionOptions, Heads, implementations
 from spmd_tasks.layers.base import KernelCall, layer_scope
-from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS
+from spmd_tasks.layers.moe import GROUPED_MATMUL_BACKENDS
 from spmd_tasks.planning.targets import PlannedDevice, mesh_of, parse_target
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.verification._cases import Bench, Case, Verdict, skipped_case

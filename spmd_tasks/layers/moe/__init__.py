@@ -23,6 +23,7 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._dropless import Dropless
   from spmd_tasks.layers.moe._experts import BALANCED_SHARE_NAME, Experts, ExpertWeights
+  from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS
   from spmd_tasks.layers.moe._layer import ExpertComputation, ExtraFfnBlock, MixtureOfExperts
   from spmd_tasks.layers.moe._router import (
     ExpertChoiceRouter,
