@@ -32,7 +32,7 @@ import numpy as np
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.layers.moe import CapacityGather, Dropless, ExpertWeights, RouterOutput
-from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend
+from spmd_tasks.layers.moe.grouped_matmul import best_grouped_matmul_backend
 
 ACTIVATION = 'gelu'
 NUMS_EXPERTS = (8, 64)

@@ -232,7 +232,7 @@ def kernels(size: Any) -> Iterator[Row]:
   import numpy as np
 
   from spmd_tasks.layers.attention.implementations import attend
-  from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS, grouped_matmul
+  from spmd_tasks.layers.moe.grouped_matmul import GROUPED_MATMUL_BACKENDS, grouped_matmul
 
   def both_passes(function: Callable[..., Any]) -> Any:
     def run(cotangent, *arguments):

@@ -24,9 +24,10 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.layers.attention import AttentionLayout, AttentionOptions, Heads, implementations
+from spmd_tasks.layers.attention import AttentionOptions, implementations
+from spmd_tasks.layers.attention.implementations import Heads, attention_layout
 from spmd_tasks.layers.base import KernelCall, layer_scope
-from spmd_tasks.layers.moe import GROUPED_MATMUL_BACKENDS
+from spmd_tasks.layers.moe.grouped_matmul import GROUPED_MATMUL_BACKENDS
 from spmd_tasks.planning.targets import PlannedDevice, mesh_of, parse_target
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.verification._cases import Bench, Case, Verdict, skipped_case
@@ -323,7 +324,7 @@ class _Attention:
     heads = Heads(query, key, value, segments, segments)
     if implementation == 'splash':
       interpret = jax.default_backend() != 'tpu'
-      return implementations.attend_by_splash(heads, options, layout=AttentionLayout(), interpret=interpret)
+      return implementations.attend_by_splash(heads, options, layout=attention_layout(None, 1), interpret=interpret)
     return implementations.attend(query, key, value, segments, options, implementation=implementation)  # type: ignore[arg-type]
 
   def run(self, inputs: Arrays, implementation: str | None = None) -> Arrays:

@@ -13,7 +13,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.layers.attention import implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS, multiply_by_loop
+from spmd_tasks.layers.moe.grouped_matmul import GROUPED_MATMUL_BACKENDS, multiply_by_loop
 from spmd_tasks.planning.targets import parse_target
 from spmd_tasks.verification import _kernel_claims
 from spmd_tasks.verification._kernel_claims import _Attention, _decide, _GroupedMatmul, _kernels_of_step

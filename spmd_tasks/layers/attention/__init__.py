@@ -10,7 +10,7 @@ positions.py, rotary_scaling.py and latent.py; decoding/kv_cache.py explains gen
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-  from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Heads
+  from spmd_tasks.layers.attention._plain import AttentionOptions
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.latent import LatentAttention
   from spmd_tasks.layers.attention.positions import (

@@ -29,7 +29,13 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered, balance_tokens
 from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, attention_layout
+from spmd_tasks.layers.attention._plain import (
+  BLOCK,
+  AttentionOptions,
+  Heads,
+  attend_plainly,
+  attention_layout,
+)
 from spmd_tasks.layers.attention._splash import attend_by_splash
 from spmd_tasks.layers.base import KernelCall, current_layer_scope, layer_scope
 from spmd_tasks.sharding import SplitDims

@@ -11,7 +11,7 @@ them: `Dropless` computes every choice; `CapacityGather` gives each expert a fix
 The layer reports `RoutingSums`: balance losses and load statistics.
 
 Reading order: _layer.py, _router.py, _balance.py; _experts.py with _permutation.py (sorting tokens by expert) and
-_grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each mesh axis) and _dispatches.py (two ways
+grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each mesh axis) and _dispatches.py (two ways
 to move tokens between devices); _capacity.py with _slots.py.
 """
 
@@ -23,7 +23,6 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._dropless import Dropless
   from spmd_tasks.layers.moe._experts import BALANCED_SHARE_NAME, Experts, ExpertWeights
-  from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS
   from spmd_tasks.layers.moe._layer import ExpertComputation, ExtraFfnBlock, MixtureOfExperts
   from spmd_tasks.layers.moe._router import (
     ExpertChoiceRouter,

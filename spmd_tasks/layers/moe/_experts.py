@@ -21,7 +21,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.linear import adapted, adapter_of
-from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul
 from spmd_tasks.layers.moe._permutation import (
   gather_gates,
   gather_rows,
@@ -29,6 +28,7 @@ from spmd_tasks.layers.moe._permutation import (
   sum_rows,
   without_unrouted,
 )
+from spmd_tasks.layers.moe.grouped_matmul import grouped_matmul
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul
+from spmd_tasks.layers.moe.grouped_matmul import grouped_matmul
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.planning.traced_step import walk_jaxpr
