@@ -97,7 +97,7 @@ def attend_by_blocks(
   The cost depends on that length, not on S. A block in which a row has no token changes no bit of the row's result.
   `new` are the keys and values [B, T, G, K] of this call.
   """
-  window, start, num_columns = queries.options.window, queries.start, queries.array.shape[3]
+  num_visible, start, num_columns = queries.num_visible, queries.start, queries.array.shape[3]
   num_entries = earlier.keys.num_entries
   limit = _BLOCK.get(current_platform(), _LONG_BLOCK)
   size = earlier.keys.size_to_read(limit if num_columns == 1 else min(limit * _OF_QUERIES, _LONG_BLOCK))
@@ -108,8 +108,8 @@ def attend_by_blocks(
     # Entry e holds the last position before the start that is e modulo S, if there is one.
     positions = start - 1 - (start - 1 - entries) % num_entries
     may_see = ((positions >= 0) & (entries >= i * size))[:, None, :]
-    if window is not None:
-      may_see &= queries.positions[:, :, None] - positions[:, None, :] < window
+    if num_visible is not None:
+      may_see &= queries.positions[:, :, None] - positions[:, None, :] < num_visible
     keys, values = (x.entries(first, size).astype(new[0].dtype) for x in (earlier.keys, earlier.values))
     if earlier.drafts is not None:
       # As if the tokens before were in the cache: the bits are the same as in a step that reads them from there.

@@ -61,7 +61,8 @@ def attend_to_pages(
   kernel, options = kernel_of(current_platform()), queries.options
   if implementation == 'xla' or current_layer_scope().plain_products or (implementation is None and kernel is None):
     return None
-  is_ring = options.window is not None and keys.num_entries <= options.window
+  window = options.window or options.chunk
+  is_ring = window is not None and keys.num_entries <= window
   if keys.tables is None or is_ring:  # no pages
     return None
   specs = _specs(queries, keys, split_dims, kv_split_dims)
@@ -118,6 +119,8 @@ def _obstacle(kernel: Any, queries: Queries, keys: CachedArray) -> str | None:
     return f"is a kernel for GPUs, but the mesh's devices are of the platform {current_platform()!r}"
   if queries.options.bias is not None:
     return 'does not support relative position biases'
+  if queries.options.chunk is not None:
+    return 'does not support chunked attention'
   return kernel.obstacle(queries.array, keys)
 
 

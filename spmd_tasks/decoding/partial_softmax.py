@@ -42,6 +42,11 @@ class Queries(NamedTuple):
     """The number of tokens that earlier calls have read, int32 [B, 1]."""
     return self.positions[:, :1]
 
+  @property
+  def num_visible(self) -> jax.Array | int | None:
+    """How many tokens each query sees at most, including itself: [B, T, 1] or a number; None: all."""
+    return self.options.num_visible(self.positions[:, :, None])
+
   def logits(self, keys: jax.Array, key_positions: jax.Array, may_see: jax.Array) -> jax.Array:
     """Returns [B, G, R, T, S] for keys [B, G, S, K] at positions int32 [B, S]; `may_see` is bool [B or 1, T, S]."""
     products = jnp.einsum('BGRTK,BGSK->BGRTS', self.array, keys, preferred_element_type=jnp.float32)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenEmbedding(nn.Module, kw_only=True):
   """Token embedding: `embedding(ids)` looks up rows, `embedding.attend(x)` returns float32 logits over the vocabulary.
 
-  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V].
+  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V], with `use_bias` also `softmax_bias` [V].
 
   Fields:
     vocab_size, embed_dim: V and D.
@@ -35,6 +35,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
       variance, while the table's variance of 1/D suits the tied logits (Vaswani et al., 2017; Pax's name).
     scale_logits: whether x is divided by sqrt(D) before the logits, which suits a table of unit variance (T5: Raffel et
       al., 2020).
+    embedding_multiplier, logits_multiplier: factors of looked-up rows and of logits, before their cap (Granite,
+      Cohere).
+    use_bias: whether the logits have a bias.
     logits_cap: bounds the logits, see `soft_cap`; None for no bound.
     dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
@@ -50,6 +53,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
   tied: bool = True
   scale_sqrt_depth: bool = True
   scale_logits: bool = False
+  embedding_multiplier: float = 1.0
+  logits_multiplier: float = 1.0
+  use_bias: bool = False
   logits_cap: float | None = None
   dtype: Any = 'float32'
   table_init: Initializer | None = None
@@ -76,6 +82,12 @@ class TokenEmbedding(nn.Module, kw_only=True):
     self.table = declare_weight(
       self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims, num_input_dims=0
     )
+    self.softmax_bias: jax.Array | None = None
+    if self.use_bias:
+      split_dims, zeros = self.softmax_split_dims and self.softmax_split_dims[1:], jax.nn.initializers.zeros
+      self.softmax_bias = declare_weight(
+        self, 'softmax_bias', shape=shape[:1], init=zeros, split_dims=split_dims, tags=('no_decay',)
+      )
     self.adapted: AdaptedKernel | None = None
     if not self.tied:
       split_dims = self.softmax_split_dims
@@ -107,6 +119,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
       x = look_up(ids, constrain(self.table, self.lookup_split_dims))
     if self.scale_sqrt_depth:
       x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
+    if self.embedding_multiplier != 1.0:
+      x = x * self.embedding_multiplier
     return constrain(x, self.activation_split_dims)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -143,6 +157,10 @@ class TokenEmbedding(nn.Module, kw_only=True):
         logits = self.adapted.outputs(x.astype(self.dtype), logits)
       if self.scale_logits:
         logits = logits / math.sqrt(self.embed_dim)
+      if self.softmax_bias is not None:
+        logits = logits + self.softmax_bias[None, None, :]
+      if self.logits_multiplier != 1.0:
+        logits = logits * self.logits_multiplier
       return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
 
     return kernel, logits_of

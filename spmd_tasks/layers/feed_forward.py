@@ -6,15 +6,17 @@ Shapes: B batch, T sequence, D model, F ffn.
 """
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.nn.initializers import constant
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, dropout
+from spmd_tasks.layers.base import Statistics, declare_weight, dropout
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.sharding import SplitDims
 
@@ -45,6 +47,18 @@ def _clamped_swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
 GATED_ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {'clamped_swiglu': _clamped_swiglu}
 
 
+def _xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+  """Computes xIELU (Huang and Schlag, 2024; Apertus): a parabola above 0, and an exponential below."""
+  beta, eps = 0.5, -1e-6
+  positive = jax.nn.softplus(alpha_p) * x * x
+  negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x, eps)) - x)
+  return jnp.where(x > 0, positive, negative) + beta * x
+
+
+# Activations of a FeedForward that have trained scalars -> their names and initial values.
+LEARNED_ACTIVATIONS = {'xielu': (_xielu, {'alpha_p': math.log(math.expm1(0.8)), 'alpha_n': math.log(math.expm1(0.3))})}
+
+
 def check_activation(name: str, *, gated: bool) -> None:
   """Raises a UserError if `hidden_layer` has no activation of that name, with or without a gate."""
   names = {*ACTIVATIONS, *GATED_ACTIVATIONS} if gated else {*ACTIVATIONS}
@@ -66,11 +80,11 @@ def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) 
 class FeedForward(nn.Module, kw_only=True):
   """Plain feed-forward sublayer: act(x . up) . down.
 
-  Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`).
+  Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`), and the scalars [1] of a learned activation.
 
   Fields:
     hidden_dim: F.
-    activation: a name in ACTIVATIONS.
+    activation: a name in ACTIVATIONS or LEARNED_ACTIVATIONS.
     use_bias: whether every projection has a bias.
     dropout_rate: of the hidden layer in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the hidden layer that share one mask; T5X has (-2,), all tokens of a row.
@@ -105,7 +119,15 @@ class FeedForward(nn.Module, kw_only=True):
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     """Computes the hidden layer [B, T, F] for x [B, T, D]; the variants differ only here."""
-    return hidden_layer(self.activation, self._up('up', x))
+    up = self._up('up', x)
+    if self.activation not in LEARNED_ACTIVATIONS:
+      return hidden_layer(self.activation, up)
+    function, initial_values = LEARNED_ACTIVATIONS[self.activation]
+    scalars = [
+      declare_weight(self, name, shape=(1,), init=constant(value), split_dims=(None,), tags=('no_decay',))
+      for name, value in initial_values.items()
+    ]
+    return function(up, *(scalar.astype(up.dtype).reshape((1,) * up.ndim) for scalar in scalars))
 
   @nn.compact
   def __call__(

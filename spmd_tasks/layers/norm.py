@@ -23,13 +23,23 @@ def declare_vector(
   return vector.reshape((1,) * (x.ndim - num_dims) + shape)
 
 
+def _declare_scale(norm: 'RmsNorm | LayerNorm', x: jax.Array, num_dims: int = 1) -> jax.Array | float:
+  """Returns the factor of the normalized x [..., D], with x's rank; declares its weight."""
+  if not norm.use_scale:
+    return 1.0
+  init = jax.nn.initializers.zeros if norm.scale_plus_one else jax.nn.initializers.ones
+  scale = declare_vector(norm, 'scale', x, init, norm.split_dims, num_dims)
+  return 1.0 + scale if norm.scale_plus_one else scale
+
+
 class RmsNorm(nn.Module, kw_only=True):
   """RMS normalization: x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). An all-zero row gives zeros.
 
-  Weight: `scale` [D], or [H, K] for two dims.
+  Weight: `scale` [D], or [H, K] for two dims; none without `use_scale`.
 
   Fields:
     epsilon: added to the mean square.
+    use_scale: whether there is a scale (Llama 4's norms of queries and keys have none).
     scale_plus_one: whether x is multiplied by 1 + scale, with a scale initialized to zero, so that weight decay pulls
       the factor to 1 (Gemma; Pax's default).
     num_dims: how many trailing dims are normalized together: 2 for all heads of [..., H, K] (OLMo 2, OLMoE).
@@ -38,6 +48,7 @@ class RmsNorm(nn.Module, kw_only=True):
   """
 
   epsilon: float = 1e-6
+  use_scale: bool = True
   scale_plus_one: bool = False
   num_dims: int = 1
   dtype: Any = 'float32'
@@ -45,11 +56,7 @@ class RmsNorm(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = jax.nn.initializers.zeros if self.scale_plus_one else jax.nn.initializers.ones
-    scale = declare_vector(self, 'scale', x, init, self.split_dims, self.num_dims)
-    if self.scale_plus_one:
-      scale = 1.0 + scale
-
+    scale = _declare_scale(self, x, self.num_dims)
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
     return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
@@ -58,20 +65,22 @@ class RmsNorm(nn.Module, kw_only=True):
 class LayerNorm(nn.Module, kw_only=True):
   """Layer normalization: (x - mean) / sqrt(variance + epsilon) * scale + bias (Ba et al., 2016).
 
-  Weights: `scale` [D] and, with `use_bias`, `bias` [D].
+  Weights: `scale` [D] and `bias` [D], with `use_scale` (not in OLMo) and `use_bias` (neither in OLMo nor in Cohere).
 
-  Fields: as in RmsNorm, and
+  Fields: as in RmsNorm (Nemotron has `scale_plus_one`), and
     use_bias: whether to add a bias.
   """
 
   epsilon: float = 1e-6
+  use_scale: bool = True
+  scale_plus_one: bool = False
   use_bias: bool = True
   dtype: Any = 'float32'
   split_dims: SplitDims = ('norm',)
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = declare_vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
+    scale = _declare_scale(self, x)
     bias = declare_vector(self, 'bias', x, jax.nn.initializers.zeros, self.split_dims) if self.use_bias else 0.0
 
     x = x.astype(jnp.float32)

@@ -158,6 +158,9 @@ class TransformerBlock(WithSublayers, kw_only=True):
     norm: template of all norms.
     pre_norm, post_norm: whether each sublayer's input is normalized, and its output before it is added to the residual
       stream: both (Ding et al., 2021; Primer, Gemma 2), or only the output (OLMo 2).
+    parallel: whether `ffn` reads what `attention` reads, attention_norm(x), and there is no `ffn_norm`:
+      x + attention(norm(x)) + ffn(norm(x)) (GPT-J: Wang and Komatsuzaki, 2021; PaLM, Cohere).
+    residual_multiplier: factor of each sublayer's output before it is added (Granite).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
     activation_split_dims: of the residual stream.
@@ -169,9 +172,16 @@ class TransformerBlock(WithSublayers, kw_only=True):
   cross_attention: nn.Module | None = None
   pre_norm: bool = True
   post_norm: bool = False
+  parallel: bool = False
+  residual_multiplier: float = 1.0
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def __post_init__(self):
+    if self.parallel and (self.cross_attention is not None or not self.pre_norm):
+      raise UserError('parallel=True needs pre_norm=True and no cross_attention: set them, or parallel=False.')
+    super().__post_init__()
 
   @nn.compact
   def __call__(
@@ -195,25 +205,35 @@ class TransformerBlock(WithSublayers, kw_only=True):
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
     segments = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
     arguments = {**segments, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
-    x, attention_aux = self._add('attention', self.attention, x, train, arguments, token_mask)
+    normed = self._norm('attention_norm', x, True) if self.parallel else None
+    x, attention_aux = self._add('attention', self.attention, x, train, arguments, token_mask, normed)
     cross_aux: Aux = {}
     if self.cross_attention is not None:
       arguments = {**segments, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
       x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, arguments, token_mask)
     ffn_ids = segment_ids if token_mask is None else token_mask.astype(jnp.int32)  # id 0 is padding
-    x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask)
+    x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask, normed)
     return x, {**attention_aux, **cross_aux, **aux}
 
   @nn.nowrap
   def _add(
-    self, role: str, layer: nn.Module, x: jax.Array, train: bool, arguments: Mapping[str, Any], mask: jax.Array | None
+    self,
+    role: str,
+    layer: nn.Module,
+    x: jax.Array,
+    train: bool,
+    arguments: Mapping[str, Any],
+    mask: jax.Array | None,
+    normed: jax.Array | None = None,
   ) -> tuple[jax.Array, Aux]:
-    """Adds a sublayer's output to the residual stream."""
-    y = self._norm(f'{role}_norm', x, self.pre_norm)
+    """Adds a sublayer's output to the residual stream x; `normed` is the sublayer's input, None for x normalized."""
+    y = self._norm(f'{role}_norm', x, self.pre_norm) if normed is None else normed
     y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **arguments, train=train)
     y = checkpoint_name(y, f'{role}_output')
     y = self._norm(f'{role}_post_norm', y, self.post_norm)
     y = dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, train=train)(y)
+    if self.residual_multiplier != 1.0:
+      y = y * self.residual_multiplier
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
 
   @nn.nowrap

@@ -48,15 +48,15 @@ class Staged(Uneven):
 
 
 class Windowed(Uneven):
-  """Windows shorter than a chunk, longer than one, and none; one key/value head for 3; sinks."""
+  """Layers with a window, chunks and neither; one key/value head for 3; sinks."""
 
   num_layers = 1
   num_kv_heads = 1
 
   def stack(self):
     blocks = [self.block(self.ffn()) for _ in range(3)]
-    for block, window in zip(blocks, (3, 6, None), strict=True):
-      block.attention.window = window
+    blocks[0].attention.window, blocks[1].attention.chunk = 3, 6
+    for block in blocks:
       block.attention.sinks = True
     windows, last = fdl.Config(BlockGroup, blocks=tuple(blocks[:2])), blocks[2]
     stacks = tuple(fdl.Config(TransformerStack, block=block, num_layers=1) for block in (windows, last))

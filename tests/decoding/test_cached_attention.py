@@ -11,7 +11,7 @@ from spmd_tasks.decoding import cached_attention
 from spmd_tasks.decoding.cache_arrays import CachedArray, quantize
 from spmd_tasks.decoding.cached_attention import EarlierTokens
 from spmd_tasks.decoding.drafts import DraftRows
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions, split_into_chunks
 
 STARTS = (0, 1, 7, 12, 20)  # how many tokens of each text are cached
 BLOCK, MAX_LEN = 4, 24
@@ -23,13 +23,15 @@ DRAFTED = (3, 1, 2, 3, 2)  # rows of each text in a step that checks drafts
 class Case:
   """A call of `num_columns` tokens of each text, or with `drafts` of a row for each of DRAFTED.
 
-  The cache has `blocks`, or one place per text: of MAX_LEN entries, or with `ring` of as many as the window.
+  The cache has `blocks`, or one place per text: of MAX_LEN entries, or with `ring` of as many as the window, or
+  `chunk`, has tokens.
   """
 
   num_columns: int = 1
   blocks: bool = True
   ring: bool = False
   window: int | None = None
+  chunk: int | None = None
   cap: float | None = None
   has_sinks: bool = False
   dtype: str | None = None
@@ -39,6 +41,9 @@ class Case:
 CASES = {
   'one token, blocks, sinks, cap': Case(has_sinks=True, cap=0.7),
   'chunk, blocks, window': Case(num_columns=4, window=5),
+  'parts of a text, blocks': Case(num_columns=4, chunk=5),
+  'parts of a text, ring': Case(num_columns=3, blocks=False, ring=True, chunk=8),
+  'drafts, parts of a text': Case(drafts=True, chunk=6),
   'chunk, whole rows, cap': Case(num_columns=3, blocks=False, cap=0.7),
   'one token, ring': Case(blocks=False, ring=True, window=6),
   'chunk, ring, sinks': Case(num_columns=4, blocks=False, ring=True, window=6, has_sinks=True),
@@ -53,6 +58,8 @@ CASES = {
 def whole_text(query, keys, values, position, case: Case, sinks):
   """Attention [H, K] of the token at `position`, with the query [H, K], to keys and values [S, G, K] of its text."""
   first = 0 if case.window is None else max(position - case.window + 1, 0)
+  if case.chunk is not None:
+    first = position - position % case.chunk
   attended = np.zeros(query.shape)
   for head in range(HEADS):
     group = head // (HEADS // KV_HEADS)
@@ -67,7 +74,7 @@ def whole_text(query, keys, values, position, case: Case, sinks):
 
 def stored(texts, case: Case, rng):
   """The CachedArrays of texts [B, S, G, K], whose entries behind STARTS are of an earlier text, as the model has it."""
-  num_entries = case.window if case.ring else MAX_LEN
+  num_entries = case.window or case.chunk if case.ring else MAX_LEN
   rows = rng.normal(0, 30, (3, len(STARTS), KV_HEADS, num_entries, HEAD_DIM)).astype(np.float32)
   for row, start in enumerate(STARTS):
     for position in range(start):
@@ -125,8 +132,9 @@ def test_cached_tokens_count_as_in_the_whole_text(name, rng, monkeypatch):
       return result if scale is None else result._replace(scale=result._replace(array=scale))
 
     earlier = EarlierTokens(keys=cached(arrays[0]), values=cached(arrays[1]), drafts=drafts)
-    options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
-    return earlier.attend(query, keys, values, None, jnp.asarray(positions), options)
+    options = AttentionOptions(window=case.window, chunk=case.chunk, logit_cap=case.cap, sinks=sinks)
+    segment_ids = None if case.chunk is None else split_into_chunks(None, jnp.asarray(positions), case.chunk)
+    return earlier.attend(query, keys, values, segment_ids, jnp.asarray(positions), options)
 
   actual = attend(query, keys, values, [*map(jnp.asarray, arrays)], tables[0])
   if case.dtype is not None:  # the call's own token is as the model has it, all others as they are stored

@@ -33,6 +33,26 @@ def test_logits_are_scaled_and_capped(rng, tied):
   np.testing.assert_allclose(logits, 2 * np.tanh(expected / 2), rtol=1e-5, atol=1e-5)
 
 
+def test_factors_and_a_bias(rng):
+  layer = TokenEmbedding(
+    vocab_size=7, embed_dim=16, scale_sqrt_depth=False, embedding_multiplier=3.0, logits_multiplier=0.5, use_bias=True
+  )
+  weights = unbox_weights(_init(layer))
+  assert not np.any(weights['softmax_bias'])
+  weights['softmax_bias'] = rng.normal(size=7).astype(np.float32)
+  table, x = np.asarray(weights['table']), rng.normal(size=(2, 3, 16)).astype(np.float32)
+  np.testing.assert_allclose(layer.apply({'params': weights}, IDS), 3 * table[IDS], rtol=1e-6)
+  logits = layer.apply({'params': weights}, x, method='attend')
+  np.testing.assert_allclose(logits, (x @ table.T + weights['softmax_bias']) / 2, atol=1e-5)
+
+  def sum_of_scores(weights, num_chunks):
+    scores = layer.apply({'params': weights}, x, IDS, num_chunks=num_chunks, method='label_scores')
+    return (scores.log_normalizer - 2 * scores.label_logit).sum()
+
+  at_once, in_chunks = (jax.grad(sum_of_scores)(weights, num) for num in (1, 3))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), at_once, in_chunks)
+
+
 def test_logits_of_bfloat16_operands_are_accumulated_in_float32(rng):
   layer = TokenEmbedding(vocab_size=7, embed_dim=512, dtype='bfloat16')
   weights = unbox_weights(_init(layer))

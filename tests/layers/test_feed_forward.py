@@ -1,3 +1,5 @@
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -5,6 +7,7 @@ from tiny_model import random_weights
 import transformer_reference as reference
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
+from spmd_tasks.sharding.weights import unbox_weights
 
 REFERENCES = {
   'gelu': reference.gelu_tanh,
@@ -33,6 +36,19 @@ def test_plain(rng, activation):
   up, down = reference.to_float64(weights)['up'], reference.to_float64(weights)['down']
   expected = REFERENCES[activation](x.astype(np.float64) @ up['kernel'] + up['bias']) @ down['kernel'] + down['bias']
   np.testing.assert_allclose(layer.apply({'params': weights}, x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_activation_with_learned_scalars(rng):
+  x = rng.normal(size=(2, 3, 6)).astype(np.float32)
+  layer = FeedForward(hidden_dim=9, activation='xielu')
+  weights = reference.to_float64(random_weights(layer, x))
+  positive, negative = (math.log1p(math.exp(weights[name][0])) for name in ('alpha_p', 'alpha_n'))
+  up = x.astype(np.float64) @ weights['up']['kernel']
+  hidden = np.where(up > 0, positive * up**2, (0.5 + negative) * (np.exp(np.minimum(up, 0)) - 1 - up)) + 0.5 * up
+  np.testing.assert_allclose(layer.apply({'params': weights}, x)[0], hidden @ weights['down']['kernel'], atol=1e-5)
+  drawn = unbox_weights(layer.init(jax.random.key(0), x))['params']
+  assert math.log1p(math.exp(drawn['alpha_p'][0])) == pytest.approx(0.8)
+  assert math.log1p(math.exp(drawn['alpha_n'][0])) == pytest.approx(0.3)
 
 
 def test_unknown_activation_lists_the_names():

@@ -31,6 +31,14 @@ def test_layer_norm(rng, use_bias):
   np.testing.assert_allclose(LayerNorm(use_bias=use_bias).apply({'params': weights}, x), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_layer_norm_by_one_plus_scale_and_without_weights(rng):
+  x, scale, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 30), 30, 30))
+  actual = LayerNorm(scale_plus_one=True).apply({'params': {'scale': scale, 'bias': bias}}, x)
+  np.testing.assert_allclose(actual, reference.layer_norm(x.astype(np.float64), 1 + scale, bias), atol=1e-5)
+  actual = LayerNorm(use_scale=False, use_bias=False).apply({}, x)
+  np.testing.assert_allclose(actual, reference.layer_norm(x.astype(np.float64), 1.0, 0.0), atol=1e-5)
+
+
 @pytest.mark.parametrize('norm', [RmsNorm(dtype='bfloat16'), LayerNorm(dtype='bfloat16')])
 def test_bfloat16_inputs_are_normalized_in_float32(rng, norm):
   x = jax.numpy.asarray(rng.normal(size=(2, 512)), 'bfloat16')

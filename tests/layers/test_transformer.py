@@ -12,6 +12,7 @@ from tiny_model import assert_close, packed_batch, random_weights, tiny_model
 from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers import (
   BlockGroup,
+  GatedFeedForward,
   RmsNorm,
   StackSequence,
   Statistics,
@@ -19,6 +20,7 @@ from spmd_tasks.layers import (
   TransformerStack,
   remat_policy,
 )
+from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.base import NEW_CACHE, layer_scope
 from spmd_tasks.layers.transformer import REMAT_POLICIES, ROUTING_NAME
 from spmd_tasks.sharding.weights import unbox_weights
@@ -52,6 +54,22 @@ def _plain_loss_and_gradients():
 )
 def test_neither_unrolling_nor_remat_changes_loss_or_gradients(fields):
   assert_close(_loss_and_gradients(**fields), _plain_loss_and_gradients(), atol=1e-5)
+
+
+def test_a_parallel_block_with_factors_of_its_sublayers(rng):
+  x = rng.normal(size=(1, 5, 12)).astype(np.float32)
+  positions = np.arange(5)[None]
+  attention, ffn, norm = Attention(num_heads=3), GatedFeedForward(hidden_dim=9), RmsNorm()
+  block = TransformerBlock(attention=attention, ffn=ffn, norm=norm, parallel=True, residual_multiplier=0.3)
+  weights = random_weights(block, x, None, positions)
+  assert weights.keys() == {'attention', 'attention_norm', 'ffn'}
+  normed = norm.apply({'params': weights['attention_norm']}, x)
+  attended = attention.apply({'params': weights['attention']}, normed, None, positions)
+  hidden, _ = ffn.apply({'params': weights['ffn']}, normed)
+  actual, _ = block.apply({'params': weights}, x, None, positions)
+  np.testing.assert_allclose(actual, x + 0.3 * (attended + hidden), atol=1e-5)
+  with pytest.raises(ValueError, match='parallel=True needs pre_norm=True'):
+    block.clone(pre_norm=False)
 
 
 def test_remat_policies_keep_less_and_less():

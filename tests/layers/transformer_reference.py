@@ -64,8 +64,11 @@ def attention(
   *,
   causal=True,
   window=None,
+  chunk=None,
   rotary=True,
+  temperature=lambda position: 1.0,
   qk_norm=False,
+  norms_rotated=False,
   epsilon=1e-6,
   clip=np.inf,
   logit_cap=None,
@@ -81,18 +84,25 @@ def attention(
     query, key, value = (
       np.einsum('td,dhk->thk', x[row], kernels[name]) + biases[name] for name in ('query', 'key', 'value')
     )
-    if qk_norm:
-      query = rms_norm(query, weights['query_norm']['scale'], epsilon)
-      key = rms_norm(key, weights['key_norm']['scale'], epsilon)
+    scales = [
+      weights[f'{name}_norm']['scale'] if f'{name}_norm' in weights else np.ones(1) for name in ('query', 'key')
+    ]
+    if qk_norm and not norms_rotated:
+      query, key = (rms_norm(x, scale, epsilon) for x, scale in zip((query, key), scales, strict=True))
     query, key, value = (x.clip(-clip, clip) for x in (query, key, value))
     if rotary is not False:
       settings = {} if rotary is True else rotary
       for t, position in enumerate(segment_pos[row]):
         query[t] = [rotate(vector, position, **settings) for vector in query[t]]
         key[t] = [rotate(vector, position, **settings) for vector in key[t]]
+    if qk_norm and norms_rotated:
+      query, key = (rms_norm(x, scale, epsilon) for x, scale in zip((query, key), scales, strict=True))
+    query = query * np.array([temperature(position) for position in segment_pos[row]])[:, None, None]
     for t in range(x.shape[1]):
       visible = [s for s in range(x.shape[1]) if segment_ids[row, s] == segment_ids[row, t] and (s <= t or not causal)]
       visible = visible if window is None else [s for s in visible if s > t - window]
+      if chunk is not None:
+        visible = [s for s in visible if segment_pos[row, s] // chunk == segment_pos[row, t] // chunk]
       for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
         logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) * (scale or head_dim**-0.5)

@@ -9,8 +9,9 @@ logits. Published folders have further keys: keys that do not affect the computa
 ignored; any other unknown key is an error, unless the user accepts it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
+import math
 import operator
 import re
 from typing import Any, Protocol
@@ -141,6 +142,7 @@ class Config:
 
 
 MAX_LAYERS = 10_000
+LayerFlag = Callable[[int, Config], bool]  # from the number of a layer and the config
 
 
 class Entry(Protocol):
@@ -245,14 +247,34 @@ ACTIVATIONS = {
 }
 
 
-def activation(key: str = 'hidden_act', default: str = 'silu') -> Key:
-  """Returns the key of the activation of the feed-forward sublayers."""
-  return Key(key, 'activation', str, default, names=ACTIVATIONS)
+def activation(key: str = 'hidden_act', default: str = 'silu', **special: str) -> Key:
+  """Returns the key of the activation of the feed-forward sublayers; `special` are names of this family alone."""
+  return Key(key, 'activation', str, default, names=ACTIVATIONS | special)
 
 
 def attention_bias(default: bool = False) -> Key:
   """Returns the key `attention_bias`, which covers all four projections."""
   return Key('attention_bias', ('qkv_bias', 'out_bias'), bool, default)
+
+
+@dataclasses.dataclass(frozen=True)
+class DivisorKey:
+  """A key whose value divides what a field of the Decoder multiplies."""
+
+  key: str
+  field: str
+
+  def read(self, config: Config, known: Values) -> Values:
+    divisor = config.read(self.key, float, 1.0)
+    if not 0 < divisor < float('inf'):
+      raise config.error(self.key, 'must be positive and finite')
+    return {self.field: 1.0 / divisor}
+
+  def write(self, decoder: Decoder) -> Values:
+    factor = getattr(decoder, self.field)
+    divisor = 1.0 / factor
+    near = (round(divisor, 9), divisor, math.nextafter(divisor, 0.0), math.nextafter(divisor, math.inf))
+    return {self.key: next((number for number in near if number and 1.0 / number == factor), divisor)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,30 +301,71 @@ class AllWindowed:
 class LayerTypes:
   """`layer_types`; if absent, the family's pattern `is_windowed(layer, config)`.
 
-  With `use_key`, the window applies only if `use_sliding_window` is true.
+  With `use_key`, the window applies only if `use_sliding_window` is true. `windowed_type` is the type of layers with a
+  window, whose length is `window_key`. With `windowed_if_rotated` true or false, the family's pattern is instead that
+  layers with or without rotary positions have the window.
   """
 
-  is_windowed: Callable[[int, Config], bool]
+  is_windowed: LayerFlag
   default_window: int | None
   use_key: bool = False
+  windowed_type: str = 'sliding_attention'
+  window_key: str = 'sliding_window'
+  windowed_if_rotated: bool | None = None
 
   def read(self, config: Config, known: Values) -> Values:
-    window = config.read('sliding_window', int, None if config.is_null('sliding_window') else self.default_window)
+    key, kind = self.window_key, self.windowed_type
+    window = config.read(key, int, None if config.is_null(key) else self.default_window)
     layers = range(known['num_layers'])
     is_used = config.read('use_sliding_window', bool, False) if self.use_key else True
     types = config.read('layer_types', list, None)
     windowed = tuple(self.is_windowed(layer, config) for layer in layers)
+    if self.windowed_if_rotated is not None:
+      windowed = tuple(is_unrotated != self.windowed_if_rotated for is_unrotated in known['unrotated'])
     if types is not None:
-      if len(types) < len(layers) or set(types) - {'full_attention', 'sliding_attention'}:
-        raise config.error('layer_types', f"must name 'full_attention' or 'sliding_attention' for {len(layers)} layers")
-      windowed = tuple(types[layer] == 'sliding_attention' for layer in layers)
+      if len(types) < len(layers) or set(types) - {'full_attention', kind}:
+        raise config.error('layer_types', f"must name 'full_attention' or {kind!r} for {len(layers)} layers")
+      windowed = tuple(types[layer] == kind for layer in layers)
     if not is_used or (window is None and self.use_key and types is None):
       windowed = (False,) * len(layers)
     if window is None and any(windowed):
-      raise config.error('sliding_window', 'must have a value, because some layers have a window')
+      raise config.error(key, 'must have a value, because some layers have a window')
     return {'window': window if any(windowed) else None, 'windowed': windowed}
 
   def write(self, decoder: Decoder) -> Values:
-    types = ['sliding_attention' if is_windowed else 'full_attention' for is_windowed in decoder.windowed]
+    types = [self.windowed_type if is_windowed else 'full_attention' for is_windowed in decoder.windowed]
     used = {'use_sliding_window': any(decoder.windowed)} if self.use_key else {}
-    return {'sliding_window': decoder.window, 'layer_types': types, **used}
+    return {self.window_key: decoder.window, 'layer_types': types, **used}
+
+
+# From the config and the number of layers to one flag per layer.
+ReadFlags = Callable[[Config, int], Sequence[bool]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+  """Keys that set a field of the Decoder with one flag per layer.
+
+  Attributes:
+    field: the field.
+    read_flags: returns the flags.
+    write_flags: returns the keys for the flags.
+  """
+
+  field: str
+  read_flags: ReadFlags
+  write_flags: Callable[[tuple[bool, ...]], Values]
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {self.field: tuple(map(bool, self.read_flags(config, known['num_layers'])))}
+
+  def write(self, decoder: Decoder) -> Values:
+    return self.write_flags(getattr(decoder, self.field))
+
+
+def read_list(config: Config, key: str, kind: type, length: int) -> list[Any] | None:
+  """Returns the first `length` entries of a list, or None if it is absent. Raises a UserError for another list."""
+  values = config.read(key, list, None)
+  if values is not None and (len(values) < length or any(type(value) is not kind for value in values)):
+    raise config.error(key, f'must list {length} values of type {kind.__name__}, one per layer')
+  return None if values is None else values[:length]

@@ -12,7 +12,7 @@ Shapes: L layers, D model, F ffn, H heads, G key/value heads, K head dim, V voca
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 
@@ -39,6 +39,7 @@ from spmd_tasks.layers.attention import (
   LearnedPositions,
   RelativePositionBias,
   Rotary,
+  Temperature,
   YarnScaling,
 )
 from spmd_tasks.layers.attention.rotary_scaling import yarn_magnitude
@@ -54,6 +55,7 @@ class Routing:
   normalize_gates: float | None = 1.0
   score_function: str = 'softmax'
   gate_scale: float = 1.0
+  gate_margin: float | None = None
   balance_bias: bool = False
   num_groups: int = 1
   num_selected_groups: int | None = None
@@ -69,13 +71,34 @@ class Mixture:
     routing: the settings of the router.
     hidden_dim: F of one expert.
     shared_dim: F of the shared experts, one gated network for all tokens; None for no shared experts.
+    shared_gate: whether the shared experts have a gate.
+    gates_inputs: whether gates multiply the experts' inputs.
     row_capacity: maximum number of tokens of a row per expert; None for no limit.
   """
 
   routing: Routing
   hidden_dim: int
   shared_dim: int | None = None
+  shared_gate: bool = False
+  gates_inputs: bool = False
   row_capacity: int | None = None
+
+
+# Kinds of norms: the layer and its settings.
+NORMS: dict[str, tuple[Any, dict[str, bool]]] = {
+  'rms': (RmsNorm, {}),
+  'layer': (LayerNorm, {}),
+  'layer_without_bias': (LayerNorm, {'use_bias': False}),
+  'layer_without_weights': (LayerNorm, {'use_bias': False, 'use_scale': False}),
+}
+
+
+class Kind(NamedTuple):
+  """What distinguishes a layer from others; layers of one kind are equal. See Decoder."""
+
+  windowed: bool = False
+  mixed: bool = False
+  unrotated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,22 +125,30 @@ class Decoder:
     head_dim: K; 0 stands for D / H.
     hidden_dim: F of the layers without experts; if there are none, F of an expert.
     activation, gated, mlp_bias: settings of the feed-forward sublayers.
-    norm, norm_eps: the kind of norm, 'rms' or 'layer', and its epsilon.
+    norm, norm_eps: the kind of norm, one of NORMS, and its epsilon.
     tied: whether the logits use the embedding table.
     scaled_embedding: whether embeddings are multiplied by sqrt(D).
     scale_logits: whether logits are divided by sqrt(D).
+    embedding_multiplier, logits_multiplier, residual_multiplier: factors of embeddings, of logits, and of the outputs
+      of sublayers.
+    logits_bias: whether logits have a bias.
     logits_cap, attention_cap: soft caps of the logits and of the attention logits.
     norm_plus_one: whether norms multiply by 1 + scale.
     pre_norm, post_norm: whether blocks normalize the input and the output of sublayers.
+    parallel: whether both sublayers of a block read the same normalized input.
     positions: number of learned position embeddings; None for rotary positions.
     rotary: the rotary positions.
     local_rotary: the rotary positions of windowed layers; None for the same as `rotary`.
+    unrotated: per layer, whether it has no rotary positions; () for no layer.
+    temperature: the temperature of unrotated layers, or of all layers if none is unrotated.
     qkv_bias, out_bias: whether the attention projections have biases.
-    qk_norm: 'head' normalizes queries and keys per head, 'flat' over all heads of a token; None does not normalize.
+    qk_norm: 'head' normalizes queries and keys per head, 'flat' over all heads of a token, 'rotated' per head after
+      the rotation, 'unscaled' likewise without scales and not in unrotated layers; None does not normalize.
     clip_qkv, softmax_scale, sinks: settings of Attention.
     latent: the sizes of LatentAttention; None for Attention.
     window: the attention window of windowed layers.
     windowed: per layer, whether it has the window; () for no layer.
+    chunked: whether windowed layers attend within chunks of `window` tokens instead.
     mixture: the mixture of experts of mixed layers.
     mixed: per layer, whether it has experts; () for all layers, if there is a mixture.
     num_encoder_layers: number of encoder layers; 0 for a decoder-only model.
@@ -143,14 +174,21 @@ class Decoder:
   tied: bool = False
   scaled_embedding: bool = False
   scale_logits: bool = False
+  embedding_multiplier: float = 1.0
+  logits_multiplier: float = 1.0
+  residual_multiplier: float = 1.0
+  logits_bias: bool = False
   logits_cap: float | None = None
   attention_cap: float | None = None
   norm_plus_one: bool = False
   pre_norm: bool = True
   post_norm: bool = False
+  parallel: bool = False
   positions: int | None = None
   rotary: Rotary | None = None
   local_rotary: Rotary | None = None
+  unrotated: tuple[bool, ...] = ()
+  temperature: Temperature | None = None
   qkv_bias: bool = False
   out_bias: bool = False
   qk_norm: str | None = None
@@ -160,6 +198,7 @@ class Decoder:
   latent: Latent | None = None
   window: int | None = None
   windowed: tuple[bool, ...] = ()
+  chunked: bool = False
   mixture: Mixture | None = None
   mixed: tuple[bool, ...] = ()
   num_encoder_layers: int = 0
@@ -173,8 +212,8 @@ class Decoder:
   def __post_init__(self):
     if self.num_labels is not None:
       object.__setattr__(self, 'tied', True)
-    numbers = {'windowed': self.num_layers, 'mixed': self.num_layers, 'encoder_mixed': self.num_encoder_layers}
-    for name, num_layers in numbers.items():
+    per_layer = dict.fromkeys(('windowed', 'unrotated', 'mixed'), self.num_layers)
+    for name, num_layers in (per_layer | {'encoder_mixed': self.num_encoder_layers}).items():
       flags = tuple(getattr(self, name)) or (name == 'mixed' and self.mixture is not None,) * num_layers
       if len(flags) != num_layers:
         raise UserError(f'the kinds of {len(flags)} layers are set, but there are {num_layers} layers.')
@@ -189,6 +228,13 @@ class Decoder:
       object.__setattr__(self, 'head_dim', self.latent.nope_head_dim + self.latent.rope_head_dim)
     object.__setattr__(self, 'num_kv_heads', self.num_kv_heads or self.num_heads)
     object.__setattr__(self, 'head_dim', self.head_dim or self.embed_dim // self.num_heads)
+    if not any(self.windowed):
+      object.__setattr__(self, 'chunked', False)
+    if all(self.unrotated):  # as without rotary positions
+      object.__setattr__(self, 'rotary', None)
+    if self.rotary is None:
+      object.__setattr__(self, 'unrotated', (False,) * self.num_layers)
+      object.__setattr__(self, 'qk_norm', {'rotated': 'head', 'unscaled': None}.get(str(self.qk_norm), self.qk_norm))
     if self.mixture is not None and all(self.encoder_mixed + self.mixed):
       object.__setattr__(self, 'hidden_dim', self.mixture.hidden_dim)
     if self.local_rotary is not None and all(self.windowed):
@@ -218,7 +264,7 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Builds the unbound model; it computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  kinds = list(zip(decoder.windowed, decoder.mixed, strict=True))  # layers of one kind are equal
+  kinds = [Kind(*flags) for flags in zip(decoder.windowed, decoder.mixed, decoder.unrotated, strict=True)]
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
   parts: dict[str, Any] = {
@@ -228,6 +274,9 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
       tied=decoder.tied,
       scale_sqrt_depth=decoder.scaled_embedding,
       scale_logits=decoder.scale_logits,
+      embedding_multiplier=decoder.embedding_multiplier,
+      logits_multiplier=decoder.logits_multiplier,
+      use_bias=decoder.logits_bias,
       logits_cap=decoder.logits_cap,
       dtype=dtype,
       **scores,
@@ -241,7 +290,7 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
     return NextnLanguageModel(**parts, num_nextn_predict_layers=decoder.num_nextn, nextn_head=head)
   if not decoder.num_encoder_layers:
     return LanguageModel(**parts)
-  encoder_kinds = [(False, is_mixed) for is_mixed in decoder.encoder_mixed]
+  encoder_kinds = [Kind(mixed=is_mixed) for is_mixed in decoder.encoder_mixed]
   blocks = [_block(decoder, kind, norm, dtype, encodes=True) for kind in encoder_kinds]
   parts |= {'encoder_stack': _stack(blocks, encoder_kinds), 'encoder_norm': norm}
   if not decoder.bias_per_layer:
@@ -254,39 +303,50 @@ def _position_bias(decoder: Decoder, *, encodes: bool = False) -> RelativePositi
   return RelativePositionBias(num_heads=decoder.num_heads, bidirectional=encodes, **buckets)
 
 
-def _norm(decoder: Decoder, dtype: str, num_dims: int = 1) -> Any:
-  if decoder.norm == 'layer':
-    return LayerNorm(epsilon=decoder.norm_eps, dtype=dtype)
-  return RmsNorm(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, num_dims=num_dims, dtype=dtype)
+def _norm(decoder: Decoder, dtype: str) -> Any:
+  cls, settings = NORMS[decoder.norm]
+  return cls(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, dtype=dtype, **settings)
 
 
-def _block(
-  decoder: Decoder, kind: tuple[bool, bool], norm: nn.Module, dtype: str, *, encodes: bool = False
-) -> TransformerBlock:
-  windowed, mixed = kind
+def _qk_norm(decoder: Decoder, dtype: str, *, rotated: bool) -> Any:
+  if decoder.qk_norm is None or (decoder.qk_norm == 'unscaled' and not rotated):
+    return False
+  settings = {'flat': {'num_dims': 2}, 'unscaled': {'use_scale': False}}.get(decoder.qk_norm, {})
+  return RmsNorm(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, dtype=dtype, **settings)
+
+
+def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes: bool = False) -> TransformerBlock:
   settings: dict[str, Any] = {'causal': not encodes}
   if decoder.bias_per_layer:
     settings['position_bias'] = _position_bias(decoder, encodes=encodes)
   latent = _latent_attention(decoder, dtype) if decoder.latent else None
   is_crossed = decoder.num_encoder_layers and not encodes
   return TransformerBlock(
-    attention=latent or _attention(decoder, windowed, dtype, **settings),
-    cross_attention=_attention(decoder, False, dtype, cross=True) if is_crossed else None,
-    ffn=_experts(decoder, dtype) if mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
+    attention=latent or _attention(decoder, kind, dtype, **settings),
+    cross_attention=_attention(decoder, Kind(), dtype, cross=True) if is_crossed else None,
+    ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
     norm=norm,
     pre_norm=decoder.pre_norm,
     post_norm=decoder.post_norm,
+    parallel=decoder.parallel,
+    residual_multiplier=decoder.residual_multiplier,
   )
 
 
-def _attention(decoder: Decoder, windowed: bool, dtype: str, **settings: Any) -> Attention:
+def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Attention:
+  rotary = decoder.local_rotary if kind.windowed and decoder.local_rotary is not None else decoder.rotary
+  is_rotated = rotary is not None and not kind.unrotated
+  if kind.windowed:
+    settings['chunk' if decoder.chunked else 'window'] = decoder.window
+  if kind.unrotated or not any(decoder.unrotated):
+    settings['temperature'] = decoder.temperature
   return Attention(
     num_heads=decoder.num_heads,
     num_kv_heads=decoder.num_kv_heads,
     head_dim=decoder.head_dim,
-    window=decoder.window if windowed else None,
-    rotary=decoder.local_rotary if windowed and decoder.local_rotary is not None else decoder.rotary,
-    qk_norm=False if decoder.qk_norm is None else _norm(decoder, dtype, 2 if decoder.qk_norm == 'flat' else 1),
+    rotary=rotary if is_rotated else None,
+    qk_norm=_qk_norm(decoder, dtype, rotated=is_rotated),
+    norms_rotated=is_rotated and decoder.qk_norm in ('rotated', 'unscaled'),
     clip_qkv=decoder.clip_qkv,
     softmax_scale=decoder.softmax_scale,
     logit_cap=decoder.attention_cap,
@@ -322,11 +382,13 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
       hidden_dim=mixture.hidden_dim,
       gated=decoder.gated,
       activation=decoder.activation,
+      gates_inputs=mixture.gates_inputs,
       use_bias=mixture.routing.use_bias,
       dtype=dtype,
     ),
     computation=Dropless(),
     row_capacity=mixture.row_capacity,
+    shared_gate=mixture.shared_gate,
     shared_expert=None if mixture.shared_dim is None else _feed_forward(decoder, mixture.shared_dim, dtype),
   )
 

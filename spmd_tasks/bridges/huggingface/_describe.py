@@ -4,11 +4,11 @@
 differ. So a user's own model is accepted if a family can express it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Routing, build_model
+from spmd_tasks.bridges.huggingface._decoder import NORMS, Decoder, Latent, Mixture, Routing, build_model
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
@@ -104,6 +104,8 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
       routing=_same_fields(Routing, experts.router),
       hidden_dim=experts.experts.hidden_dim,
       shared_dim=None if experts.shared_expert is None else experts.shared_expert.hidden_dim,
+      shared_gate=experts.shared_gate,
+      gates_inputs=experts.experts.gates_inputs,
       row_capacity=experts.row_capacity,
     )
   own_bias = getattr(attentions[0], 'position_bias', None)
@@ -115,17 +117,22 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     hidden_dim=hidden.hidden_dim,
     activation=hidden.activation,
     gated=hidden.gated if dense is None else isinstance(dense, GatedFeedForward),
-    mlp_bias=dense is not None and dense.use_bias,
-    norm='layer' if isinstance(model.final_norm, LayerNorm) else 'rms',
+    mlp_bias=any(layer is not None and layer.use_bias for layer in (dense, experts and experts.shared_expert)),
+    norm=_guess_norm(model.final_norm),
     norm_eps=model.final_norm.epsilon,
     tied=model.embedding.tied,
     num_labels=getattr(model.embedding, 'num_labels', None),
     scaled_embedding=model.embedding.scale_sqrt_depth,
     scale_logits=model.embedding.scale_logits,
+    embedding_multiplier=model.embedding.embedding_multiplier,
+    logits_multiplier=model.embedding.logits_multiplier,
+    residual_multiplier=blocks[0].residual_multiplier,
+    logits_bias=model.embedding.use_bias,
     logits_cap=model.embedding.logits_cap,
     norm_plus_one=getattr(model.final_norm, 'scale_plus_one', False),
     pre_norm=blocks[0].pre_norm,
     post_norm=blocks[0].post_norm,
+    parallel=blocks[0].parallel,
     positions=None if model.positions is None else model.positions.max_len,
     mixture=mixture,
     mixed=mixed[num_encoder_layers:],
@@ -139,6 +146,25 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   )
 
 
+def _guess_norm(norm: Any) -> str:
+  def matches(cls: type, settings: Mapping[str, bool]) -> bool:
+    default = cls()
+    names = ('use_scale', 'use_bias') if cls is LayerNorm else ()
+    return isinstance(norm, cls) and all(getattr(norm, x) == settings.get(x, getattr(default, x)) for x in names)
+
+  return next((name for name, (cls, settings) in NORMS.items() if matches(cls, settings)), 'rms')
+
+
+def _guess_qk_norm(attention: Attention) -> str | None:
+  if not attention.qk_norm:
+    return None
+  if not getattr(attention.qk_norm, 'use_scale', True):
+    return 'unscaled'
+  if attention.norms_rotated:
+    return 'rotated'
+  return 'flat' if getattr(attention.qk_norm, 'num_dims', 1) == 2 else 'head'
+
+
 def _same_fields(cls: Any, layer: Any) -> Any:
   return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
 
@@ -149,8 +175,10 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     latent = _same_fields(Latent, first)
     biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
     return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
-  local = next((attention for attention in attentions if attention.window is not None), None)
-  full = next((attention for attention in attentions if attention.window is None), first)
+  windows = [attention.window or attention.chunk for attention in attentions]
+  rotated = [attention for attention in attentions if attention.rotary is not None] or [first]
+  local = next((attention for attention in rotated if attention.window or attention.chunk), None)
+  full = next((attention for attention in rotated if not (attention.window or attention.chunk)), rotated[0])
   return {
     'num_heads': first.num_heads,
     'num_kv_heads': first.num_kv_heads or first.num_heads,
@@ -160,12 +188,15 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     'local_rotary': None if local is None else _canonical_rotary(local.rotary),
     'qkv_bias': first.use_bias,
     'out_bias': first.use_bias if first.out_bias is None else first.out_bias,
-    'qk_norm': ('flat' if getattr(first.qk_norm, 'num_dims', 1) == 2 else 'head') if first.qk_norm else None,
+    'unrotated': tuple(attention.rotary is None for attention in attentions),
+    'temperature': next((attention.temperature for attention in attentions if attention.temperature), None),
+    'qk_norm': _guess_qk_norm(rotated[0]),
     'clip_qkv': first.clip_qkv,
     'softmax_scale': first.softmax_scale,
     'sinks': first.sinks,
-    'window': None if local is None else local.window,
-    'windowed': tuple(attention.window is not None for attention in attentions),
+    'window': next(filter(None, windows), None),
+    'windowed': tuple(window is not None for window in windows),
+    'chunked': any(attention.chunk for attention in attentions),
   }
 
 

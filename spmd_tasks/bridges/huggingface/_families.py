@@ -8,14 +8,16 @@ import dataclasses
 import re
 from typing import Any
 
-from spmd_tasks.bridges._operations import Transpose
+from spmd_tasks.bridges._operations import Reshape, Transpose
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._config_keys import (
   AllWindowed,
   Config,
+  DivisorKey,
   Entry,
   FixedKey,
   Key,
+  LayerFlag,
   LayerTypes,
   Values,
   activation,
@@ -26,19 +28,34 @@ from spmd_tasks.bridges.huggingface._describe import LayerSlot
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
+  EqualInLayers,
+  FullUnrotated,
+  Granite4Rope,
+  GraniteExperts,
+  GraniteLayers,
+  Llama4Temperature,
   NextnHeads,
   OriginalLength,
+  PhiGates,
   QueryScale,
   Rope,
+  SharedDim,
+  SharedExperts,
   SwitchKeys,
   T5FeedForward,
   T5Logits,
+  ernie_layers,
   experts,
+  first_dense,
   latent_keys,
+  llama4_layers,
+  mlp_layer_types,
+  no_rope_layers,
   num_experts_key,
   shared_experts,
+  sparse_step,
 )
-from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules, t5_rules
+from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, granite_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
 
 SCORE_HEAD = 'score.weight'  # in every ForSequenceClassification
@@ -59,6 +76,7 @@ class Family:
     ignored: patterns of tensor names that are not weights.
     inert: keys of config.json that do not affect what the model computes.
     base: the prefix of all tensor names but the head's, which old files leave out; '' for no prefix.
+    constants: tensors of each layer, by name, with a value that is the same in all models.
     table_copies: names of further copies of the embedding table.
     writes_copies: whether exports need the copies if logits are not scaled; `transformers` ties them only if they are.
     tied_by_files: whether the head is untied if and only if the files have one, whatever config.json says.
@@ -73,6 +91,7 @@ class Family:
   ignored: tuple[str, ...] = (r'.*rotary_emb\.inv_freq',)
   inert: tuple[str, ...] = ()
   base: str = ''
+  constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
   table_copies: tuple[str, ...] = ()
   writes_copies: bool = False
   tied_by_files: bool = False
@@ -136,6 +155,11 @@ class Family:
       return True
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
+  def constant_tensors(self, decoder: Decoder) -> dict[str, float]:
+    """Returns the names of the tensors that are the same in all models -> their value."""
+    layers = [self.names.layer.format(i) for i in range(decoder.num_layers)]
+    return {layer + name: value for layer in layers for name, value in self.constants.items()}
+
   @property
   def has_nextn_heads(self) -> bool:
     """Whether models of the family may have multi-token prediction heads, which files number after the last layer."""
@@ -168,10 +192,11 @@ def _sizes(
   num_heads: int,
   num_kv_heads: int | None = None,
   head_dim: int | None = None,
-  eps: float = 1e-6,
+  eps: float | None = 1e-6,
   tied: bool = False,
+  eps_key: str = 'rms_norm_eps',
 ) -> tuple[Entry, ...]:
-  """Returns the keys that most families share; the arguments are the family's defaults."""
+  """Returns the keys that most families share; the arguments are the family's defaults. `eps` None for no key."""
   return (
     Key('vocab_size', 'vocab_size', int, vocab_size),
     Key('hidden_size', 'embed_dim', int, hidden_size),
@@ -180,24 +205,48 @@ def _sizes(
     Key('num_attention_heads', 'num_heads', int, num_heads),
     Key('num_key_value_heads', 'num_kv_heads', int, num_kv_heads or _num_heads, null=_num_heads),
     Key('head_dim', 'head_dim', int, head_dim or (lambda known: known['embed_dim'] // known['num_heads'])),
-    Key('rms_norm_eps', 'norm_eps', float, eps),
+    *([] if eps is None else [Key(eps_key, 'norm_eps', float, eps)]),
     Key('tie_word_embeddings', 'tied', bool, tied),
   )
 
 
-def _llama(*sizes: Any, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ...]:
+def _llama(*sizes: Any, rope: Entry = Rope(), act: Entry = activation(), **settings: Any) -> tuple[Entry, ...]:
   """Returns the keys of Llama and similar families."""
-  return (*_sizes(*sizes, **settings), activation(), rope)
+  return (*_sizes(*sizes, **settings), act, rope)
 
 
-def _latent_sizes(*sizes: Any) -> Iterator[Entry]:
+def _latent_sizes(*sizes: Any, latent: tuple[int, ...] = (1536, 512, 128, 64, 128), **settings: Any) -> Iterator[Entry]:
   """Yields the keys that all DeepSeek families share; they have no `head_dim`."""
-  yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
-  yield from (*latent_keys(), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
+  yield from (entry for entry in _sizes(*sizes, **settings) if getattr(entry, 'key', '') != 'head_dim')
+  yield from (*latent_keys(*latent), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
 
 
-def _gemma_is_windowed(layer: int, config: Config) -> bool:
-  return (layer + 1) % config.read('sliding_window_pattern', int, 6) != 0
+def _granite(*keys: Entry, rope: Entry = Rope()) -> tuple[Entry, ...]:
+  """Returns the keys that all Granite families share, and further keys."""
+  return (
+    *_llama(32_000, 4096, 11_008, 32, 32, rope=rope),
+    attention_bias(),
+    Key('embedding_multiplier', 'embedding_multiplier', float, 1.0),
+    Key('residual_multiplier', 'residual_multiplier', float, 1.0),
+    Key('attention_multiplier', 'softmax_scale', float, 1.0),
+    DivisorKey('logits_scaling', 'logits_multiplier'),
+    *keys,
+  )
+
+
+def _every_but(interval: int) -> LayerFlag:
+  """Returns the default of `layer_types`: every `interval`-th layer has no window, or as `sliding_window_pattern` says.
+
+  The pattern may be a number or letters, L for a layer with a window (EXAONE 4).
+  """
+
+  def is_windowed(layer: int, config: Config) -> bool:
+    pattern = config.read('sliding_window_pattern', (int, str), interval)
+    if isinstance(pattern, str):
+      return bool(pattern) and pattern[layer % len(pattern)] == 'L'
+    return pattern > 0 and (layer + 1) % pattern != 0
+
+  return is_windowed
 
 
 def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed: Any) -> Family:
@@ -251,8 +300,38 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
   )
 
 
+_NEVER: LayerFlag = lambda layer, config: False
 _GEMMA = {'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True}
 _GPT_OSS_YARN = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
+_GRANITE_EXPERTS = TensorNames(
+  router='block_sparse_moe.router.layer',
+  fused_experts=('block_sparse_moe.input_linear.weight', 'block_sparse_moe.output_linear.weight'),
+  expert_layout='transposed',
+  shared='shared_mlp.',
+  shared_gate_up='input_linear',
+  shared_down='output_linear',
+)
+_MIXTRAL = TensorNames(
+  router='block_sparse_moe.gate',
+  balance_bias='block_sparse_moe.e_score_correction_bias',
+  expert='block_sparse_moe.experts.{}.',
+  expert_gate='w1',
+  expert_up='w3',
+  expert_down='w2',
+)
+_HUNYUAN = TensorNames(
+  query_norm='self_attn.query_layernorm',
+  key_norm='self_attn.key_layernorm',
+  router='mlp.gate.wg',
+  shared='mlp.shared_mlp.',
+)
+_APERTUS_ROPE = {'rope_type': 'llama3', 'factor': 8.0, 'original_max_position_embeddings': 8192}
+_APERTUS_ROPE |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+_MINISTRAL_YARN = {'rope_type': 'yarn', 'factor': 16.0, 'original_max_position_embeddings': 16_384}
+_MINISTRAL_YARN |= {'beta_fast': 32.0, 'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 1.0}
+_MINISTRAL_YARN |= {'llama_4_scaling_beta': 0.1}
+_COHERE = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
+_COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
@@ -278,13 +357,7 @@ FAMILIES: dict[str, Family] = {
       AllWindowed(),
       *experts(num_experts_key('num_local_experts', 8, 'num_experts'), 2, ('intermediate_size', 14_336), None),
     ),
-    names=TensorNames(
-      router='block_sparse_moe.gate',
-      expert='block_sparse_moe.experts.{}.',
-      expert_gate='w1',
-      expert_up='w3',
-      expert_down='w2',
-    ),
+    names=_MIXTRAL,
   ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',
@@ -304,8 +377,7 @@ FAMILIES: dict[str, Family] = {
       *_llama(151_936, 2048, 6144, 24, 32, 4),
       AllWindowed(4096, use_key=True),
       attention_bias(),
-      FixedKey('decoder_sparse_step', 1),
-      FixedKey('mlp_only_layers', []),
+      sparse_step(),
       *experts(num_experts_key('num_experts', 128, 'num_local_experts'), 8, ('moe_intermediate_size', 768)),
     ),
     fixed={'qk_norm': 'head'},
@@ -349,7 +421,7 @@ FAMILIES: dict[str, Family] = {
       *_sizes(262_208, 2304, 9216, 26, 8, 4, 256, tied=True),
       activation('hidden_activation', 'gelu_pytorch_tanh'),
       Rope(1e6, 10_000.0),
-      LayerTypes(_gemma_is_windowed, default_window=4096),
+      LayerTypes(_every_but(6), default_window=4096),
       attention_bias(),
       QueryScale(),
       Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
@@ -359,6 +431,346 @@ FAMILIES: dict[str, Family] = {
     fixed=_GEMMA | {'qk_norm': 'head'},
     inert=('hidden_act',),  # `hidden_activation` is read
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'gemma': Family(
+    architecture='GemmaForCausalLM',
+    keys=(
+      *_sizes(256_000, 3072, 24_576, 28, 16, 16, 256, tied=True),
+      activation('hidden_act', 'gelu_pytorch_tanh', gelu='gelu'),
+      Rope(),
+      attention_bias(),
+      FixedKey('use_bidirectional_attention', None, (False,)),
+    ),
+    fixed={'scaled_embedding': True, 'norm_plus_one': True},
+    inert=('hidden_activation',),
+  ),
+  'qwen2_moe': Family(
+    architecture='Qwen2MoeForCausalLM',
+    keys=(
+      *_llama(151_936, 2048, 5632, 24, 16, 16),
+      LayerTypes(
+        lambda layer, config: layer % 2 == 0 and layer < config.read('max_window_layers', int, 28),
+        default_window=4096,
+        use_key=True,
+      ),
+      Key('qkv_bias', 'qkv_bias', bool, True),
+      sparse_step(),
+      *experts(num_experts_key('num_experts', 60, 'num_local_experts'), 4, ('moe_intermediate_size', 1408)),
+      Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 5632),
+    ),
+    fixed={'mixture.shared_gate': True},
+    names=TensorNames(shared='mlp.shared_expert.'),
+    inert=('max_window_layers',),
+  ),
+  'ministral': Family(
+    architecture='MinistralForCausalLM',
+    keys=(
+      *_llama(32_000, 4096, 14_336, 32, 32, 8),
+      LayerTypes(lambda layer, config: not config.is_null('sliding_window'), default_window=4096),
+    ),
+  ),
+  'ministral3': Family(
+    architecture='Ministral3ForCausalLM',
+    keys=(
+      *_llama(
+        131_072, 4096, 14_336, 34, 32, 8, 128, eps=1e-5, rope=Rope(1e6, default=_MINISTRAL_YARN, variant='ministral')
+      ),
+      AllWindowed(),
+    ),
+  ),
+  'olmo': Family(
+    architecture='OlmoForCausalLM',
+    keys=(
+      *_llama(50_304, 4096, 11_008, 32, 32, eps=None),
+      attention_bias(),
+      Key('clip_qkv', 'clip_qkv', float, None, nullable=True),
+    ),
+    fixed={'norm': 'layer_without_weights', 'norm_eps': 1e-5},
+  ),
+  'olmo3': Family(
+    architecture='Olmo3ForCausalLM',
+    keys=(
+      *_llama(50_304, 4096, 11_008, 32, 32, eps=1e-5, rope=Rope(5e5, 5e5)),
+      LayerTypes(_every_but(4), default_window=4096),
+      attention_bias(),
+    ),
+    fixed={'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
+  ),
+  'smollm3': Family(
+    architecture='SmolLM3ForCausalLM',
+    keys=(
+      *_llama(128_256, 2048, 11_008, 36, 16, 4, tied=True, rope=Rope(2e6)),
+      no_rope_layers(),
+      LayerTypes(_NEVER, default_window=None, use_key=True, windowed_if_rotated=False),
+      attention_bias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+    inert=('max_window_layers',),
+  ),
+  'seed_oss': Family(
+    architecture='SeedOssForCausalLM',
+    keys=(
+      *_llama(155_136, 4096, 27_648, 64, 80, 8, 128),
+      Key('attention_bias', 'qkv_bias', bool, True),
+      Key('attention_out_bias', 'out_bias', bool, False),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+  ),
+  'granite': Family(architecture='GraniteForCausalLM', keys=_granite(Key('mlp_bias', 'mlp_bias', bool, False))),
+  'granitemoe': Family(
+    architecture='GraniteMoeForCausalLM',
+    keys=_granite(*experts(num_experts_key('num_local_experts', 8), 2, ('intermediate_size', 11_008), None)),
+    names=_GRANITE_EXPERTS,
+  ),
+  'granitemoeshared': Family(
+    architecture='GraniteMoeSharedForCausalLM',
+    keys=_granite(
+      *experts(num_experts_key('num_local_experts', 8), 2, ('intermediate_size', 11_008), None),
+      SharedDim('shared_intermediate_size', 0),
+    ),
+    names=_GRANITE_EXPERTS,
+  ),
+  'granitemoehybrid': Family(
+    architecture='GraniteMoeHybridForCausalLM',
+    keys=_granite(GraniteLayers(), GraniteExperts(), rope=Granite4Rope()),
+    names=_GRANITE_EXPERTS,
+    make_rules=granite_rules,
+    inert=(
+      *('mamba_n_heads', 'mamba_n_groups', 'mamba_d_state', 'mamba_d_head', 'mamba_d_conv', 'mamba_expand'),
+      *('mamba_chunk_size', 'mamba_conv_bias', 'mamba_proj_bias', 'time_step_limit'),
+    ),
+  ),
+  'glm': Family(
+    architecture='GlmForCausalLM',
+    keys=(
+      *_llama(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7, rope=Rope(partial=0.5)),
+      Key('attention_bias', 'qkv_bias', bool, True),
+    ),
+    names=TensorNames(gate_up='mlp.gate_up_proj', interleaved=True),
+  ),
+  'glm4_moe_lite': Family(
+    architecture='Glm4MoeLiteForCausalLM',
+    keys=(
+      *_latent_sizes(154_880, 2048, 10_240, 47, 20, eps=1e-5, latent=(768, 512, 192, 64, 256)),
+      FixedKey('rope_interleave', True),
+      *shared_experts(64, 4, 1, 1536, mlp_layer_types(), 1.8, (1, 1), is_sigmoid=True),
+      NextnHeads(),
+    ),
+    fixed=SIGMOID_ROUTING,
+    names=TensorNames(interleaved=True),
+    inert=('num_mtp_layers', 'partial_rotary_factor'),
+  ),
+  'llama4_text': Family(
+    architecture='Llama4ForCausalLM',
+    keys=(
+      *_llama(202_048, 5120, 8192, 48, 40, 8, 128, eps=1e-5, rope=Rope(5e5)),
+      Key('intermediate_size', ('mixture.hidden_dim', 'mixture.shared_dim'), int, 8192),
+      Key('intermediate_size_mlp', 'hidden_dim', int, 16_384),
+      attention_bias(),
+      no_rope_layers(),
+      Llama4Temperature(),
+      Key('use_qk_norm', 'qk_norm', bool, True, names={True: 'unscaled', False: None}),
+      LayerTypes(
+        _NEVER,
+        default_window=8192,
+        windowed_type='chunked_attention',
+        window_key='attention_chunk_size',
+        windowed_if_rotated=True,
+      ),
+      num_experts_key('num_local_experts', 16),
+      Key('num_experts_per_tok', 'mixture.routing.num_selected', int, 1),
+      llama4_layers(),
+    ),
+    fixed={
+      'chunked': True,
+      'mixture.gates_inputs': True,
+      'mixture.routing.score_function': 'sigmoid',
+      'mixture.routing.normalize_gates': None,
+    },
+    names=TensorNames(
+      interleaved=True,
+      gate='feed_forward.gate_proj',
+      up='feed_forward.up_proj',
+      down='feed_forward.down_proj',
+      router='feed_forward.router',
+      shared='feed_forward.shared_expert.',
+      fused_experts=('feed_forward.experts.gate_up_proj', 'feed_forward.experts.down_proj'),
+    ),
+    inert=('for_llm_compressor', 'router_jitter_noise'),
+  ),
+  'minimax_m2': Family(
+    architecture='MiniMaxM2ForCausalLM',
+    keys=(
+      *_llama(200_064, 3072, 1536, 62, 48, 8, 128, rope=Rope(5e6, partial=1.0, variant='minimax')),
+      *experts(num_experts_key('num_local_experts', 256, 'num_experts'), 8, ('intermediate_size', 1536), None),
+    ),
+    fixed={
+      'qk_norm': 'flat',
+      'mixture.routing.score_function': 'sigmoid',
+      'mixture.routing.balance_bias': True,
+    },
+    names=_MIXTRAL,
+  ),
+  'ernie4_5': Family(
+    architecture='Ernie4_5ForCausalLM',
+    keys=(
+      *_llama(103_424, 1024, 3072, 18, 16, 2, 128, eps=1e-5, tied=True, rope=Rope(5e5)),
+      Key('use_bias', ('qkv_bias', 'out_bias', 'mlp_bias'), bool, False),
+    ),
+    names=TensorNames(interleaved=True),
+  ),
+  'ernie4_5_moe': Family(
+    architecture='Ernie4_5_MoeForCausalLM',
+    keys=(
+      *_llama(103_424, 2560, 12_288, 28, 20, 4, eps=1e-5, tied=True, rope=Rope(5e5)),
+      Key('use_bias', ('qkv_bias', 'out_bias', 'mlp_bias', 'logits_bias'), bool, False),
+      num_experts_key('moe_num_experts', 64, 'num_experts', 'num_local_experts'),
+      Key('moe_k', 'mixture.routing.num_selected', int, 6, aliases=('num_experts_per_tok',)),
+      Key('moe_intermediate_size', 'mixture.hidden_dim', int, 1536),
+      SharedExperts('moe_num_shared_experts', 2),
+      ernie_layers(),
+    ),
+    fixed={'mixture.routing.balance_bias': True},
+    names=TensorNames(
+      interleaved=True,
+      balance_bias='mlp.moe_statics.e_score_correction_bias',
+      balance_bias_operations=(Reshape((1, -1), (-1,)),),
+    ),
+    inert=('moe_norm_min',),
+  ),
+  'hunyuan_v1_dense': Family(
+    architecture='HunYuanDenseV1ForCausalLM',
+    keys=(
+      *_llama(290_943, 4096, 11_008, 32, 32, eps=1e-5, rope=Rope(variant='hunyuan')),
+      attention_bias(),
+    ),
+    fixed={'qk_norm': 'rotated'},
+    names=_HUNYUAN,
+  ),
+  'hunyuan_v1_moe': Family(
+    architecture='HunYuanMoEV1ForCausalLM',
+    keys=(
+      *_llama(290_943, 4096, 11_008, 32, 32, eps=1e-5, rope=Rope(variant='hunyuan')),
+      attention_bias(),
+      Key('intermediate_size', ('mixture.hidden_dim', 'mixture.shared_dim'), int, 11_008),
+      EqualInLayers(num_experts_key('num_experts', 1, 'num_local_experts')),
+      EqualInLayers(Key('moe_topk', 'mixture.routing.num_selected', int, 1, aliases=('num_experts_per_tok',))),
+    ),
+    fixed={'qk_norm': 'rotated'},
+    names=_HUNYUAN,
+  ),
+  'dots1': Family(
+    architecture='Dots1ForCausalLM',
+    keys=(
+      *_llama(152_064, 4608, 10_944, 62, 32, 32),
+      LayerTypes(lambda layer, config: layer >= config.read('max_window_layers', int, 62), default_window=4096),
+      attention_bias(),
+      *shared_experts(*(128, 6, 2, 1408, first_dense(0), 1.0, (1, 1)), is_sigmoid=True, is_normalized=False),
+    ),
+    fixed=SIGMOID_ROUTING | {'qk_norm': 'head'},
+    inert=('max_window_layers',),
+  ),
+  'exaone4': Family(
+    architecture='Exaone4ForCausalLM',
+    keys=(
+      *_llama(102_400, 4096, 16_384, 32, 32, 32, eps=1e-5),
+      LayerTypes(_every_but(4), default_window=4096),
+      FullUnrotated(needs_window=True),
+    ),
+    fixed={'qk_norm': 'head', 'pre_norm': False, 'post_norm': True},
+    inert=('sliding_window_pattern',),
+  ),
+  'apertus': Family(
+    architecture='ApertusForCausalLM',
+    keys=(
+      *_llama(
+        *(131_072, 4096, 14_336, 32, 32),
+        eps=1e-5,
+        act=activation('hidden_act', 'xielu', xielu='xielu'),
+        rope=Rope(12e6, default=_APERTUS_ROPE),
+      ),
+      attention_bias(),
+    ),
+    fixed={'gated': False, 'qk_norm': 'head'},
+    names=TensorNames(attention_norm='attention_layernorm', ffn_norm='feedforward_layernorm'),
+    constants={'mlp.act_fn.beta': 0.5, 'mlp.act_fn.eps': -1e-6},
+    inert=('mlp_bias', 'qk_norm', 'post_norm'),
+  ),
+  'cohere': Family(
+    architecture='CohereForCausalLM',
+    keys=(
+      *_llama(256_000, 8192, 22_528, 40, 64, eps=1e-5, tied=True, eps_key='layer_norm_eps', rope=Rope(5e5)),
+      *_COHERE,
+      FixedKey('use_qk_norm', False),
+    ),
+    fixed=_COHERE_BLOCK,
+    names=TensorNames(interleaved=True),
+  ),
+  'cohere2': Family(
+    architecture='Cohere2ForCausalLM',
+    keys=(
+      *_llama(256_000, 8192, 22_528, 40, 64, eps=1e-5, tied=True, eps_key='layer_norm_eps'),
+      *_COHERE,
+      LayerTypes(_every_but(4), default_window=4096),
+      FullUnrotated(),
+    ),
+    fixed=_COHERE_BLOCK,
+    names=TensorNames(interleaved=True),
+  ),
+  'starcoder2': Family(
+    architecture='Starcoder2ForCausalLM',
+    keys=(
+      *_llama(
+        *(49_152, 3072, 12_288, 30, 24, 2),
+        eps=1e-5,
+        tied=True,
+        eps_key='norm_epsilon',
+        act=activation('hidden_act', 'gelu_pytorch_tanh'),
+      ),
+      AllWindowed(),
+      Key('use_bias', ('qkv_bias', 'out_bias', 'mlp_bias'), bool, True),
+    ),
+    fixed={'norm': 'layer', 'gated': False},
+    names=TensorNames(up='mlp.c_fc', down='mlp.c_proj'),
+  ),
+  'phimoe': Family(
+    architecture='PhimoeForCausalLM',
+    old_architectures=('PhiMoEForCausalLM',),
+    keys=(
+      *_llama(32_064, 4096, 6400, 32, 32, 8, eps=1e-5, rope=Rope(variant='phimoe', max_length=131_072)),
+      AllWindowed(),
+      attention_bias(),
+      Key('lm_head_bias', 'logits_bias', bool, False),
+      *experts(num_experts_key('num_local_experts', 16, 'num_experts'), 2, ('intermediate_size', 6400), None),
+      PhiGates(),
+    ),
+    fixed={'norm': 'layer'},
+    names=_MIXTRAL,
+    inert=('original_max_position_embeddings',),  # repeats the key in `rope_parameters`
+  ),
+  'nemotron': Family(
+    architecture='NemotronForCausalLM',
+    keys=(
+      *_llama(
+        *(256_000, 6144, 24_576, 32, 48),
+        eps=1e-5,
+        eps_key='norm_eps',
+        act=activation('hidden_act', 'relu2'),
+        rope=Rope(partial=0.5),
+      ),
+      attention_bias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+    fixed={'norm': 'layer', 'norm_plus_one': True, 'gated': False},
+  ),
+  'arcee': Family(
+    architecture='ArceeForCausalLM',
+    keys=(
+      *_llama(32_000, 2560, 18_432, 32, 32, eps=1e-5, act=activation('hidden_act', 'relu2')),
+      attention_bias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+    fixed={'gated': False},
   ),
   'glm4': Family(
     architecture='Glm4ForCausalLM',
@@ -380,7 +792,7 @@ FAMILIES: dict[str, Family] = {
       *_llama(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5, rope=Rope(partial=0.5)),
       Key('attention_bias', 'qkv_bias', bool, False),
       Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
-      *shared_experts(128, 8, 1, 1408, 1, 1.0, (1, 1), is_sigmoid=True),
+      *shared_experts(128, 8, 1, 1408, first_dense(1), 1.0, (1, 1), is_sigmoid=True),
       NextnHeads(),
     ),
     fixed=SIGMOID_ROUTING,
@@ -399,14 +811,18 @@ FAMILIES: dict[str, Family] = {
       *experts(num_experts_key('num_local_experts', 128, 'num_experts'), 4, ('intermediate_size', 2880), None),
     ),
     fixed={'sinks': True, 'activation': 'clamped_swiglu', 'mixture.routing.use_bias': True},
-    names=TensorNames(router='mlp.router'),
+    names=TensorNames(
+      router='mlp.router',
+      fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
+      expert_layout='interleaved',
+    ),
     inert=('experts_per_token', 'initial_context_length'),
   ),
   'deepseek_v2': Family(
     architecture='DeepseekV2ForCausalLM',
     keys=(
       *_latent_sizes(102_400, 4096, 11_008, 32, 32),
-      *shared_experts(64, None, 2, 1407, 0, 1.0, (None, None), is_sigmoid=False),
+      *shared_experts(64, None, 2, 1407, first_dense(0), 1.0, (None, None), is_sigmoid=False),
     ),
     fixed={'mixture.routing.normalize_gates': None},
     names=TensorNames(interleaved=True),
@@ -416,7 +832,7 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_latent_sizes(129_280, 7168, 18_432, 61, 128),
       FixedKey('rope_interleave', True),
-      *shared_experts(256, 8, 1, 2048, 3, 2.5, (8, 4), is_sigmoid=True),
+      *shared_experts(256, 8, 1, 2048, first_dense(3), 2.5, (8, 4), is_sigmoid=True),
       NextnHeads(),
     ),
     fixed=SIGMOID_ROUTING,
@@ -426,7 +842,7 @@ FAMILIES: dict[str, Family] = {
   'phi3': Family(
     architecture='Phi3ForCausalLM',
     keys=(
-      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0, is_phi3=True)),
+      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0, variant='phi3')),
       OriginalLength(),
       AllWindowed(),
     ),
@@ -477,7 +893,68 @@ FAMILIES: dict[str, Family] = {
   ),
 }
 
-# Families of transformers that are not supported, with the reason.
+# Model types of folders with code of their own, whose models are those of another family.
+ALIASES = {'kimi_k2': 'deepseek_v3'}
+
+# Multimodal models whose text model is read: model type -> architecture, and the text's model type if it is not named.
+WRAPPERS = {
+  'gemma3': ('Gemma3ForConditionalGeneration', 'gemma3_text'),
+  'mistral3': ('Mistral3ForConditionalGeneration', 'mistral'),
+  'llama4': ('Llama4ForConditionalGeneration', 'llama4_text'),
+  'cohere2_vision': ('Cohere2VisionForConditionalGeneration', 'cohere2'),
+  'aya_vision': ('AyaVisionForConditionalGeneration', 'cohere2'),
+  'kimi_k25': ('KimiK25ForConditionalGeneration', 'deepseek_v3'),
+  'internvl': ('InternVLForConditionalGeneration', 'qwen2'),
+  'llava': ('LlavaForConditionalGeneration', 'llama'),
+  'llava_next': ('LlavaNextForConditionalGeneration', 'llama'),
+  'voxtral': ('VoxtralForConditionalGeneration', 'llama'),
+}
+# Keys of wrappers that the text model does not read, beside those that are inert.
+WRAPPER_KEYS = (
+  *('text_config', 'tie_word_embeddings', 'vision_config', 'audio_config', 'mm_tokens_per_image'),
+  *('boi_token_index', 'eoi_token_index', 'image_token_index', 'eoa_token_index', 'image_seq_length'),
+  *('projector_hidden_act', 'vision_feature_layer', 'vision_feature_select_strategy', 'multimodal_projector_bias'),
+  *('spatial_merge_size', 'downsample_factor', 'downsample_ratio', 'alignment_intermediate_size'),
+  *('adapter_layer_norm_eps', 'image_grid_pinpoints', 'projection_hidden_size', 'projection_layer_norm_eps'),
+  *('hidden_size', 'pad_token_id', 'use_image_newline_parameter'),
+)
+
+_MAMBA = 'some of its layers are the state-space model Mamba'
+_DELTA_NET = 'some of its layers are the recurrent layer Gated DeltaNet'
+_SPARSE = 'its attention reads only keys that the layer DeepSeek sparse attention (an indexer) chooses'
+# Families of transformers that need a layer of another kind: model type -> the layer, and the nearest family.
 REFUSED = {
-  'longt5': 'its encoder attends to local blocks and block summaries',
+  'longt5': ('its encoder attends to local blocks and block summaries', 't5'),
+  'qwen3_next': (_DELTA_NET, 'qwen3_moe'),
+  'qwen3_5': (_DELTA_NET, 'qwen3'),
+  'qwen3_5_text': (_DELTA_NET, 'qwen3'),
+  'qwen3_5_moe': (_DELTA_NET, 'qwen3_moe'),
+  'qwen3_5_moe_text': (_DELTA_NET, 'qwen3_moe'),
+  'olmo_hybrid': (_DELTA_NET, 'olmo3'),
+  'kimi_linear': ('some of its layers are the recurrent layer Kimi Delta Attention', 'deepseek_v3'),
+  'minimax': ('some of its layers are the recurrent layer Lightning Attention', 'minimax_m2'),
+  'gemma3n': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),
+  'gemma3n_text': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),
+  'recurrent_gemma': ('some of its layers are the recurrent layer RG-LRU', 'gemma'),
+  'deepseek_v32': (_SPARSE, 'deepseek_v3'),
+  'deepseek_v4': ('its attention reads compressed keys, and its residual stream has hyper-connections', 'deepseek_v3'),
+  'glm_moe_dsa': (_SPARSE, 'glm4_moe'),
+  'longcat_flash': ('its blocks have two attentions, and experts without computation', 'deepseek_v3'),
+  'mamba': (_MAMBA, 'llama'),
+  'mamba2': (_MAMBA, 'llama'),
+  'falcon_mamba': (_MAMBA, 'llama'),
+  'falcon_h1': (_MAMBA, 'llama'),
+  'bamba': (_MAMBA, 'llama'),
+  'jamba': (_MAMBA, 'mixtral'),
+  'zamba': (_MAMBA, 'llama'),
+  'zamba2': (_MAMBA, 'llama'),
+  'nemotron_h': (_MAMBA, 'nemotron'),
+  'lfm2': ('some of its layers are short convolutions', 'llama'),
+  'lfm2_moe': ('some of its layers are short convolutions', 'qwen3_moe'),
+  'rwkv': ('its layers are recurrent (RWKV)', 'llama'),
+  'xlstm': ('its layers are recurrent (xLSTM)', 'llama'),
+  'mllama': ('some of its layers attend to images', 'llama'),
+  'bitnet': ('its projections are the ternary layer BitLinear', 'llama'),
+  'bloom': ('its attention has positions by ALiBi', 'gpt2'),
+  'mpt': ('its attention has positions by ALiBi', 'gpt2'),
 }

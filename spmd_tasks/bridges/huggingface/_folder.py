@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
+import difflib
 import functools
 import os
 from pathlib import Path
 import re
 from typing import Any
 
+from absl import logging
 from flax import traverse_util
 import jax
 import numpy as np
@@ -18,7 +20,15 @@ from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model, model_slots, num_nextn_heads
-from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
+from spmd_tasks.bridges.huggingface._families import (
+  ALIASES,
+  FAMILIES,
+  REFUSED,
+  SCORE_HEAD,
+  WRAPPER_KEYS,
+  WRAPPERS,
+  Family,
+)
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
 from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
@@ -31,13 +41,10 @@ from spmd_tasks.runtime.dequantized import dequantized_shapes, dequantized_specs
 from spmd_tasks.sharding.weights import is_quantized
 
 CONFIG_FILE = 'config.json'
-# The multimodal Gemma 3 has a text model of the family _TEXT_TYPE, whose tensors have the prefix language_model.model.
-# in old files and model.language_model. in new ones.
-_WRAPPER, _WRAPPER_ARCHITECTURE, _TEXT_TYPE = 'gemma3', 'Gemma3ForConditionalGeneration', 'gemma3_text'
-_WRAPPER_KEYS = {'text_config', 'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index'}
-_WRAPPER_KEYS.add('tie_word_embeddings')
+# The tensors of the text model in a multimodal model have the prefix language_model.model. in old files and
+# model.language_model. in new ones.
 _TEXT_PREFIX = re.compile(r'^language_model\.(?=lm_head\.|model\.)|(?<=^model\.)language_model\.')
-_IMAGE_PART = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
+_TEXT_PART = re.compile(r'(model\.)?language_model\.|lm_head\.')
 Store = Callable[[str, jax.Array], Any]  # converts a weight, given its name, to the form in which it is stored
 
 
@@ -61,10 +68,12 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
   values = read_config(file, 'give a Hugging Face model folder')
-  is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
+  wrapper, text_type = WRAPPERS.get(str(values.get('model_type')), ('', ''))
+  is_text_part = [wrapper] == values.get('architectures')
   try:
     if is_text_part:
-      values = _text_part(values, file, accept_config_keys)
+      values = _text_part(values, text_type, file, accept_config_keys)
+      _log_text_part(str(path), wrapper, values['architectures'][0])
     family, architecture = _family_of(values, file, accept_config_keys)
     decoder = family.read(Config(values | {'architectures': [architecture]}, str(file), accept_config_keys))
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -85,10 +94,14 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
 
 def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> tuple[Family, str]:
   """Returns the family and the architecture that a config.json names."""
-  model_type, architectures = values.get('model_type'), values.get('architectures')
-  family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-  if isinstance(model_type, str) and model_type in REFUSED:
-    raise UserError(f'{file} has the model type {model_type!r}, which is not supported: {REFUSED[model_type]}.')
+  model_type, architectures = str(values.get('model_type')), values.get('architectures')
+  family = FAMILIES.get(ALIASES.get(model_type, model_type))
+  if model_type in REFUSED:
+    layer, nearest = REFUSED[model_type]
+    raise UserError(
+      f'{file} has the model type {model_type!r}, which is not supported: {layer}. The nearest family that is read is '
+      f'{nearest} ({FAMILIES[nearest].architecture}).'
+    )
   if family is not None:
     supported = {name.lower(): name for name in family.architectures}  # LLaMAForCausalLM is in old folders
     names = [family.architecture] if not architectures or 'architectures' in accepted else architectures
@@ -96,22 +109,31 @@ def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str])
       return family, architecture
   user_code = ' with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
   remedy = f'; to read it as {family.architecture}, --set accept_config_keys=architectures' if family else ''
+  (nearest,) = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.0)
   raise UserError(
     f'{file} has the architecture {architectures!r:.100} of model type {model_type!r:.100}{user_code}, but supported '
     f'are {", ".join(family.architecture for family in FAMILIES.values())}, and the ForSequenceClassification and '
-    f'headless models of the decoder-only families{remedy}.'
+    f'headless models of the decoder-only families. The nearest by name is {nearest} '
+    f'({FAMILIES[nearest].architecture}){remedy}.'
   )
 
 
-def _text_part(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> dict[str, Any]:
-  """Returns the config of the text model from the config of a multimodal model."""
-  Config(values, str(file), accepted).finish(_WRAPPER_KEYS)
+@functools.cache
+def _log_text_part(path: str, wrapper: str, architecture: str) -> None:
+  logging.info('%s is a %s, of which only the text model is read, a %s.', path, wrapper, architecture)
+
+
+def _text_part(values: Mapping[str, Any], text_type: str, file: Path, accepted: Collection[str]) -> dict[str, Any]:
+  """Returns the config of the text model, by default of the type `text_type`, from that of a multimodal model."""
+  Config(values, str(file), accepted).finish(WRAPPER_KEYS)
   shared = {
     key: value
     for key, value in values.items()
     if value is not None and key != 'model_type' and (is_inert(key) or key == 'tie_word_embeddings')
   }
-  return values['text_config'] | shared | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
+  text = {'model_type': text_type} | values['text_config'] | shared
+  family = FAMILIES.get(ALIASES.get(text['model_type'], text['model_type']))
+  return text | {'architectures': [text['model_type'] if family is None else family.architecture]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +197,7 @@ class Folder:
 
     Raises a UserError like `read_tensors`, or if a multi-token prediction head has its own embedding or logits.
     """
-    others = self.unused_nextn_tensors.keys() | self.nextn_copies.keys()
+    others = self.unused_nextn_tensors.keys() | self.nextn_copies.keys() | self.constants.keys()
     tensors = {name: tensor for name, tensor in self._all_tensors[0].items() if name not in others}
     for name, first in self.nextn_copies.items():
       if first in tensors and not _are_equal(self._all_tensors[0][name], tensors[first]):
@@ -197,6 +219,19 @@ class Folder:
     is_unused_nextn = self.family.is_unused_nextn
     return {name: tensor for name, tensor in self._all_tensors[0].items() if is_unused_nextn(name, self.decoder)}
 
+  @functools.cached_property
+  def constants(self) -> dict[str, LazyArray]:
+    """The tensors that all models of the family have alike. Raises a UserError if one has another value."""
+    expected = self.family.constant_tensors(self.decoder)
+    tensors = {name: self._all_tensors[0][name] for name in expected if name in self._all_tensors[0]}
+    for name, tensor in tensors.items():
+      if not np.allclose(np.asarray(tensor, np.float32), expected[name], rtol=1e-2, atol=0):  # as rounded to bfloat16
+        raise UserError(
+          f'{self.path} has {name} = {np.asarray(tensor)}, which must be {expected[name]} in its family; other values '
+          'are not supported.'
+        )
+    return tensors
+
   def stored_dtype(self, name: str) -> str:
     """Returns the dtype of a tensor in the files; the folder's dtype if the tensor is quantized or absent."""
     tensors, quantized = self._all_tensors
@@ -215,7 +250,7 @@ class Folder:
     """Returns the tensors of the files, by their names in the family."""
     tensors = read_tensors(self.path)
     if self.is_text_part:
-      texts = {name: tensor for name, tensor in tensors.items() if not _IMAGE_PART.match(name)}
+      texts = {name: tensor for name, tensor in tensors.items() if _TEXT_PART.match(name)}
       tensors = {_TEXT_PREFIX.sub('', name, 1): tensor for name, tensor in texts.items()}
     self._merge_table_copies(tensors)
     if self.has_new_score_head:

@@ -5,9 +5,9 @@ These are experts, latent attention, rotary positions, and keys of Gemma, Phi an
 written. Gemma 3 has one dict per type of layer; in the old form, it has `rope_local_base_freq` for windowed layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 
@@ -18,8 +18,10 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   Entry,
   FixedKey,
   Key,
+  PerLayer,
   Values,
   is_neutral,
+  read_list,
 )
 from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.errors import UserError
@@ -29,6 +31,7 @@ from spmd_tasks.layers.attention import (
   LongRopeScaling,
   Rotary,
   RotaryScaling,
+  Temperature,
   YarnScaling,
 )
 
@@ -77,28 +80,31 @@ def shared_experts(
   num_selected: int | None,
   num_shared: int,
   hidden_dim: int,
-  num_dense: int,
+  mixed: PerLayer,
   gate_scale: float,
   groups: tuple[int | None, int | None],
   *,
   is_sigmoid: bool,
+  is_normalized: bool = True,
 ) -> tuple[Entry, ...]:
-  """Returns the keys of DeepSeek and GLM-4-MoE, which have shared experts, and dense layers before the mixed ones.
+  """Returns the keys of DeepSeek, GLM-4-MoE and dots1, which have shared experts, and dense and mixed layers.
 
-  The arguments are the family's defaults; `groups` are the defaults of `n_group` and `topk_group`. Without
-  `is_sigmoid`, the router has a softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
+  The arguments are the family's defaults; `groups` are the defaults of `n_group` and `topk_group`, `is_normalized` is
+  the default of `norm_topk_prob`. `mixed` says which layers have experts. Without `is_sigmoid`, the router has a
+  softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
   """
-  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_NORMALIZE_GATES)
+  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, is_normalized, names=_NORMALIZE_GATES)
   return (
     num_experts_key('n_routed_experts', num_experts, 'num_local_experts'),
     Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
     Key('moe_intermediate_size', 'mixture.hidden_dim', int, hidden_dim),
     Key('routed_scaling_factor', 'mixture.routing.gate_scale', float, gate_scale),
-    FixedKey('scoring_func', 'sigmoid' if is_sigmoid else 'softmax'),
+    FixedKey('scoring_func', 'sigmoid', ('noaux_tc',)) if is_sigmoid else FixedKey('scoring_func', 'softmax'),
     FixedKey('moe_layer_freq', 1),
     normalized if is_sigmoid else FixedKey('norm_topk_prob', False),
     ExpertGroups(*groups, ('noaux_tc',) if is_sigmoid else ('greedy', 'group_limited_greedy')),
-    SharedAndDense(num_shared, num_dense),
+    SharedExperts('n_shared_experts', num_shared),
+    mixed,
   )
 
 
@@ -127,26 +133,14 @@ class ExpertGroups:
     return {'n_group': routing.num_groups, 'topk_group': routing.num_selected_groups or 1, 'topk_method': method}
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedAndDense:
-  """`n_shared_experts` and `first_k_dense_replace`; the attributes are the family's defaults."""
-
-  num_shared: int
-  num_dense: int
-
-  def read(self, config: Config, known: Values) -> Values:
-    num_dense = config.read('first_k_dense_replace', int, self.num_dense)
-    return {
-      'mixture.shared_dim': known['mixture.hidden_dim'] * config.read('n_shared_experts', int, self.num_shared),
-      'mixed': tuple(layer >= num_dense for layer in range(known['num_layers'])),
-    }
-
-  def write(self, decoder: Decoder) -> Values:
-    mixture = decoder.mixture
-    if mixture is None or mixture.shared_dim is None or mixture.shared_dim % mixture.hidden_dim:
-      raise UserError("the model has no shared experts of a multiple of an expert's `hidden_dim`.")
-    num_shared = mixture.shared_dim // mixture.hidden_dim
-    return {'n_shared_experts': num_shared, 'first_k_dense_replace': decoder.mixed.index(True)}
+def first_dense(default: int) -> PerLayer:
+  """Returns the key `first_k_dense_replace`, the number of layers without experts, which are the first."""
+  read = lambda config: config.read('first_k_dense_replace', int, default)
+  return PerLayer(
+    'mixed',
+    lambda config, num_layers: [layer >= read(config) for layer in range(num_layers)],
+    lambda mixed: {'first_k_dense_replace': mixed.index(True)},
+  )
 
 
 class NextnHeads:
@@ -162,14 +156,14 @@ class NextnHeads:
     return {NEXTN_KEY: decoder.num_nextn}
 
 
-def latent_keys() -> tuple[Entry, ...]:
-  """Returns the keys of DeepSeek's latent attention."""
+def latent_keys(query_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> tuple[Entry, ...]:
+  """Returns the keys of DeepSeek's latent attention; the arguments are the family's defaults."""
   return (
-    Key('q_lora_rank', 'latent.query_rank', int, 1536, nullable=True),
-    Key('kv_lora_rank', 'latent.kv_rank', int, 512),
-    Key('qk_nope_head_dim', 'latent.nope_head_dim', int, 128),
-    Key('qk_rope_head_dim', 'latent.rope_head_dim', int, 64),
-    Key('v_head_dim', 'latent.value_head_dim', int, 128),
+    Key('q_lora_rank', 'latent.query_rank', int, query_rank, nullable=True),
+    Key('kv_lora_rank', 'latent.kv_rank', int, kv_rank),
+    Key('qk_nope_head_dim', 'latent.nope_head_dim', int, nope),
+    Key('qk_rope_head_dim', 'latent.rope_head_dim', int, rope),
+    Key('v_head_dim', 'latent.value_head_dim', int, value),
     LatentHeads(),
   )
 
@@ -184,6 +178,249 @@ class LatentHeads:
 
   def write(self, decoder: Decoder) -> Values:
     return {'head_dim': decoder.latent.rope_head_dim} if decoder.latent else {}
+
+
+class Llama4Temperature:
+  """`attn_temperature_tuning`, `floor_scale` and `attn_scale` of Llama 4, which apply to layers without rotation."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    is_used = config.read('attn_temperature_tuning', (bool, int), True)
+    length, scale = config.read('floor_scale', int, 8192), config.read('attn_scale', float, 0.1)
+    is_used = bool(is_used) and any(known['unrotated'])
+    return {'temperature': Temperature(scale=scale, length=length, offset=1) if is_used else None}
+
+  def write(self, decoder: Decoder) -> Values:
+    temperature = decoder.temperature
+    if temperature is None:
+      return {'attn_temperature_tuning': False}
+    return {'attn_temperature_tuning': True, 'floor_scale': temperature.length, 'attn_scale': temperature.scale}
+
+
+def no_rope_layers(interval: int = 4) -> PerLayer:
+  """Returns the keys `no_rope_layers` and `no_rope_layer_interval`: 0 and every n-th layer have no rotary positions."""
+
+  def read_flags(config: Config, num_layers: int) -> list[bool]:
+    step = config.read('no_rope_layer_interval', int, interval)
+    rotates = read_list(config, 'no_rope_layers', int, num_layers) if config.values.get('no_rope_layers') else None
+    if rotates is None and step < 1:
+      raise config.error('no_rope_layer_interval', 'must be at least 1')
+    return [(layer + 1) % step == 0 if rotates is None else not rotates[layer] for layer in range(num_layers)]
+
+  return PerLayer('unrotated', read_flags, lambda flags: {'no_rope_layers': [int(not flag) for flag in flags]})
+
+
+@dataclasses.dataclass(frozen=True)
+class FullUnrotated:
+  """Layers without a window have no rotary positions; with `needs_window`, only if `sliding_window` is not null."""
+
+  needs_window: bool = False
+
+  def read(self, config: Config, known: Values) -> Values:
+    if self.needs_window and config.is_null('sliding_window'):
+      return {}
+    return {'unrotated': tuple(not is_windowed for is_windowed in known['windowed'])}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {}
+
+
+def sparse_step() -> PerLayer:
+  """Returns the keys `decoder_sparse_step` and `mlp_only_layers` of Qwen-MoE, which say which layers have experts."""
+
+  def read_flags(config: Config, num_layers: int) -> list[bool]:
+    step, dense = config.read('decoder_sparse_step', int, 1), config.read('mlp_only_layers', list, [])
+    if step < 1:
+      raise config.error('decoder_sparse_step', 'must be at least 1')
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+
+  return PerLayer(
+    'mixed', read_flags, lambda mixed: {'decoder_sparse_step': 1, 'mlp_only_layers': _places(mixed, False)}
+  )
+
+
+def _places(flags: Sequence[bool], flag: bool) -> list[int]:
+  return [place for place, value in enumerate(flags) if value == flag]
+
+
+def llama4_layers() -> PerLayer:
+  """Returns the keys `moe_layers` and `interleave_moe_layer_step` of Llama 4, which say which layers have experts."""
+
+  def read_flags(config: Config, num_layers: int) -> list[bool]:
+    step, layers = config.read('interleave_moe_layer_step', int, 1), config.read('moe_layers', list, None)
+    if layers is None and step < 1:
+      raise config.error('interleave_moe_layer_step', 'must be at least 1')
+    return [(layer + 1) % step == 0 if layers is None else layer in layers for layer in range(num_layers)]
+
+  return PerLayer('mixed', read_flags, lambda mixed: {'moe_layers': _places(mixed, True)})
+
+
+def ernie_layers() -> PerLayer:
+  """Returns the keys `moe_layer_*_index` and `moe_layer_interval` of ERNIE, which say which layers have experts."""
+
+  def flags_of(num_layers: int, first: int, last: int, interval: int) -> tuple[bool, ...]:
+    return tuple((layer + 1) % interval == 0 and first <= layer <= last for layer in range(num_layers))
+
+  def read_flags(config: Config, num_layers: int) -> tuple[bool, ...]:
+    first, last = config.read('moe_layer_start_index', int, 1), config.read('moe_layer_end_index', int, -1)
+    interval = config.read('moe_layer_interval', int, 1)
+    if interval < 1:
+      raise config.error('moe_layer_interval', 'must be at least 1')
+    return flags_of(num_layers, first, num_layers - 1 if last == -1 else last, interval)
+
+  def write_flags(mixed: tuple[bool, ...]) -> Values:
+    places = _places(mixed, True)
+    intervals = (n for n in range(1, len(mixed) + 1) if flags_of(len(mixed), places[0], places[-1], n) == mixed)
+    interval = next(intervals, 1)  # if there is none, the caller notices the difference
+    return {
+      'moe_layer_start_index': places[0],
+      'moe_layer_end_index': places[-1],
+      'moe_layer_interval': interval,
+    }
+
+  return PerLayer('mixed', read_flags, write_flags)
+
+
+def mlp_layer_types() -> PerLayer:
+  """Returns the key `mlp_layer_types` of GLM-4-MoE-Lite; by default, only the first layer is dense."""
+  names = {False: 'dense', True: 'sparse'}
+
+  def read_flags(config: Config, num_layers: int) -> list[bool]:
+    types = read_list(config, 'mlp_layer_types', str, num_layers)
+    if types is None:
+      return [layer > 0 for layer in range(num_layers)]
+    if set(types) - {*names.values()}:
+      raise config.error('mlp_layer_types', "must name 'dense' or 'sparse' layers")
+    return [kind == 'sparse' for kind in types]
+
+  return PerLayer('mixed', read_flags, lambda mixed: {'mlp_layer_types': [names[flag] for flag in mixed]})
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts:
+  """The number of shared experts, each with an expert's `hidden_dim`, under a key with this default; 0 for none."""
+
+  key: str
+  default: int
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {'mixture.shared_dim': known['mixture.hidden_dim'] * config.read(self.key, int, self.default) or None}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: num_shared_experts(decoder)}
+
+
+def num_shared_experts(decoder: Decoder) -> int:
+  """Returns the number of shared experts. Raises a UserError if they do not have the `hidden_dim` of experts."""
+  mixture = decoder.mixture
+  if mixture is None or (mixture.shared_dim or 0) % mixture.hidden_dim:
+    raise UserError("the model has no shared experts of a multiple of an expert's `hidden_dim`.")
+  return (mixture.shared_dim or 0) // mixture.hidden_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedDim:
+  """The size of the one shared expert, under a key with this default; 0 for none."""
+
+  key: str
+  default: int
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {'mixture.shared_dim': config.read(self.key, int, self.default) or None}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: (decoder.mixture and decoder.mixture.shared_dim) or 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualInLayers:
+  """A key that may be a list with a value per layer, which must be equal."""
+
+  key: Key
+
+  def read(self, config: Config, known: Values) -> Values:
+    value = config.values.get(self.key.key)
+    if not isinstance(value, list):
+      return self.key.read(config, known)
+    if len(set(map(repr, value))) != 1:
+      raise config.error(self.key.key, 'must have one value for all layers; others are not supported')
+    read = self.key.read(Config({**config.values, self.key.key: value[0]}, config.path), known)
+    config.keys_read.update((self.key.key, *self.key.aliases))
+    return read
+
+  def write(self, decoder: Decoder) -> Values:
+    return self.key.write(decoder)
+
+
+class GraniteLayers:
+  """`layer_types` of Granite 4: all layers must have attention."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    key = 'layer_types' if config.has('layer_types') or not config.has('layers_block_type') else 'layers_block_type'
+    types = config.read(key, list, ['linear_attention'])
+    if others := sorted({*map(str, types)} - {'attention', 'full_attention'}):
+      raise UserError(
+        f'{config.path} has layers of the kind {others[0]!r} in {key}, which are the layer Mamba-2, a state-space '
+        'model that is not supported: use a folder whose layers all have attention, such as granite-4.0-micro.'
+      )
+    return {}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {'layer_types': ['attention'] * decoder.num_layers}
+
+
+class Granite4Rope:
+  """`position_embedding_type` of Granite 4: with 'rope', the keys of rotary positions; otherwise no positions."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    values = Rope().read(config, known)
+    return values if config.read('position_embedding_type', str, None) == 'rope' else {'rotary': None}
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.rotary is None:
+      return {'position_embedding_type': None}
+    return {'position_embedding_type': 'rope', **Rope().write(decoder)}
+
+
+class GraniteExperts:
+  """The experts of Granite 4; with `num_local_experts` 0 the shared expert is a dense layer's network."""
+
+  _EXPERTS = (
+    num_experts_key('num_local_experts', 8),
+    Key('num_experts_per_tok', 'mixture.routing.num_selected', int, 2),
+    Key('intermediate_size', 'mixture.hidden_dim', int, 11_008),
+  )
+
+  def read(self, config: Config, known: Values) -> Values:
+    shared_dim = config.read('shared_intermediate_size', int, 1024)
+    if config.read('num_local_experts', int, 8) == 0:
+      config.keys_read.update(('num_experts_per_tok', 'intermediate_size'))
+      return {'hidden_dim': shared_dim}
+    values: Values = {'mixture.shared_dim': shared_dim}
+    for entry in self._EXPERTS:
+      values |= entry.read(config, known)
+    return values
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.mixture is None:
+      return {'num_local_experts': 0, 'num_experts_per_tok': 0, 'shared_intermediate_size': decoder.hidden_dim}
+    written: Values = {'shared_intermediate_size': decoder.mixture.shared_dim}
+    for entry in self._EXPERTS:
+      written |= entry.write(decoder)
+    return written
+
+
+class PhiGates:
+  """`router_jitter_noise` of Phi-MoE, which also affects the gates outside of training."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    config.read('input_jitter_noise', float, 0.0)
+    margin = 2 * config.read('router_jitter_noise', float, 0.01)
+    return {'mixture.routing.gate_margin': margin, 'mixture.routing.normalize_gates': None}
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.mixture is None or decoder.mixture.routing.gate_margin is None:
+      raise UserError('the router has no gate_margin, which this family requires.')
+    return {'router_jitter_noise': decoder.mixture.routing.gate_margin / 2}
 
 
 class QueryScale:
@@ -342,7 +579,10 @@ class Rope:
       features.
     default: the family's default of `rope_parameters`.
     max_length: the family's default of `max_position_embeddings`.
-    is_phi3: whether the original length is a key of its own, and `su` and `yarn` mean `longrope`.
+    variant: what else is special. 'phi3': the original length is a key of its own, and `su` and `yarn` mean `longrope`.
+      'phimoe': the amplitude of `longrope` is `short_mscale` and `long_mscale`. 'hunyuan': `dynamic` has a fixed
+      `alpha`. 'ministral': `llama_4_scaling_beta` is the scale of a temperature. 'minimax': `rotary_dim` is the number
+      of features that rotate.
   """
 
   theta: float = 10_000.0
@@ -350,31 +590,34 @@ class Rope:
   partial: float | None = None
   default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   max_length: int = 131_072
-  is_phi3: bool = False
+  variant: Literal['phi3', 'phimoe', 'hunyuan', 'ministral', 'minimax'] | None = None
 
   def read(self, config: Config, known: Values) -> Values:
     parameters = config.read('rope_parameters', dict, {})
     old_parameters = config.read('rope_scaling', dict, {})
     partial = 1.0 if self.partial is None or config.is_null('partial_rotary_factor') else self.partial
+    if self.variant == 'minimax' and (num_features := config.read('rotary_dim', int, None)):
+      partial = num_features / known['head_dim']
     defaults = {
       'rope_theta': config.read('rope_theta', float, self.theta),
       'partial_rotary_factor': config.read('partial_rotary_factor', float, partial),
     }
-    original_length = config.read(_ORIGINAL_LENGTH, int, 4096) if self.is_phi3 else None
+    original_length = config.read(_ORIGINAL_LENGTH, int, 4096) if self.variant == 'phi3' else None
     lengths = (original_length, config.read('max_position_embeddings', int, self.max_length))
     head_dim = known.get('latent.rope_head_dim') or known['head_dim']
     if self.local_theta is None:
       if not old_parameters and not config.has('rope_parameters'):
         parameters = self.default
       parameters = old_parameters or parameters
-      if self.is_phi3 and (parameters.get('rope_type') or parameters.get('type')) in ('su', 'yarn'):
+      if self.variant == 'phi3' and (parameters.get('rope_type') or parameters.get('type')) in ('su', 'yarn'):
         parameters = {**parameters, 'rope_type': 'longrope'}
-      rotary = read_rotary(defaults | parameters, head_dim, lengths, config)
+      parameters, temperature = self._standard(defaults | parameters, head_dim, config)
+      rotary = read_rotary(parameters, head_dim, lengths, config)
       if self.partial is None and rotary.num_features is not None:
         raise UserError(
           f'{config.path} has a partial_rotary_factor, which transformers ignores in this family: remove the key.'
         )
-      return {'rotary': rotary}
+      return {'rotary': rotary, **temperature}
     if parameters and not {'full_attention', 'sliding_attention'} <= parameters.keys():
       raise config.error('rope_parameters', "must have the keys 'full_attention' and 'sliding_attention'")
     local_defaults = defaults | {'rope_theta': config.read('rope_local_base_freq', float, self.local_theta)}
@@ -384,11 +627,49 @@ class Rope:
       'local_rotary': read_rotary(local_defaults | local, head_dim, lengths, config),
     }
 
+  def _standard(self, parameters: Values, head_dim: int, config: Config) -> tuple[Values, Values]:
+    """Returns the parameters without what is special to the family, and the fields of a temperature."""
+    parameters, kind = dict(parameters), parameters.get('rope_type') or parameters.get('type')
+    if self.variant == 'phimoe' and kind == 'longrope':
+      short, long = parameters.pop('short_mscale', None), parameters.pop('long_mscale', None)
+      if type(short) not in _NUMBER or short != long:
+        raise UserError(
+          f'{config.path} has rotary positions with short_mscale = {short!r} and long_mscale = {long!r}, which must be '
+          'equal numbers; others are not supported.'
+        )
+      parameters['attention_factor'] = short
+    if self.variant == 'hunyuan' and kind == 'dynamic' and (alpha := parameters.get('alpha')):
+      if type(alpha) not in _NUMBER or not alpha > 0 or head_dim <= 2:
+        raise UserError(f'{config.path} has rotary positions with alpha = {alpha!r}, which must be positive.')
+      theta = parameters['rope_theta'] * alpha ** (head_dim / (head_dim - 2))
+      parameters = {'rope_theta': theta, 'partial_rotary_factor': parameters['partial_rotary_factor']}
+    if self.variant != 'ministral':
+      return parameters, {}
+    parameters.pop('max_position_embeddings', None)
+    beta, length = parameters.pop('llama_4_scaling_beta', None), parameters.get(_ORIGINAL_LENGTH)
+    if type(beta) not in _NUMBER or type(length) is not int or length < 1:
+      raise UserError(
+        f'{config.path} has rotary positions with llama_4_scaling_beta = {beta!r} and {_ORIGINAL_LENGTH} = {length!r}, '
+        'which its family requires to be numbers.'
+      )
+    return parameters, {'temperature': Temperature(scale=float(beta), length=length)}
+
+  def _special(self, decoder: Decoder) -> Values:
+    """Returns the parameters that `_standard` removed."""
+    scaling = None if decoder.rotary is None else decoder.rotary.scaling
+    if self.variant == 'phimoe' and isinstance(scaling, LongRopeScaling):
+      return dict.fromkeys(('short_mscale', 'long_mscale'), scaling.amplitude())
+    if self.variant == 'ministral':
+      if decoder.temperature is None:
+        raise UserError('the attention has no temperature, which this family requires.')
+      return {'llama_4_scaling_beta': decoder.temperature.scale, _ORIGINAL_LENGTH: decoder.temperature.length}
+    return {}
+
   def write(self, decoder: Decoder) -> Values:
     if self.partial is None and decoder.rotary is not None and decoder.rotary.num_features is not None:
       raise UserError('the rotary positions have num_features, which this family does not support.')
     if self.local_theta is None:
-      return {'rope_parameters': write_rotary(decoder.rotary, decoder)}
+      return {'rope_parameters': write_rotary(decoder.rotary, decoder) | self._special(decoder)}
     return {
       'rope_parameters': {
         'full_attention': write_rotary(decoder.rotary, decoder),

@@ -9,11 +9,13 @@ Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E exper
 from collections.abc import Iterator, Sequence
 import dataclasses
 
-from spmd_tasks.bridges._operations import Operation, Take, Transpose, split_heads
+from spmd_tasks.bridges._operations import Operation, Reshape, Take, Transpose, split_heads
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
-from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._decoder import NORMS, Decoder
 from spmd_tasks.bridges.huggingface._describe import LayerSlot
+from spmd_tasks.layers import LayerNorm
+from spmd_tasks.layers.feed_forward import LEARNED_ACTIVATIONS
 
 _TRANSPOSE = Transpose((1, 0))
 
@@ -22,9 +24,10 @@ _TRANSPOSE = Transpose((1, 0))
 class TensorNames:
   """The names of a family's tensors.
 
-  `layer` is the prefix of a layer's names, `expert` the prefix of an expert's. `qkv` and `gate_up` name fused
-  projections, None for separate ones. If `interleaved`, rotary positions rotate the features 2i and 2i + 1 of a head as
-  a pair; ours rotate i and i + d/2.
+  `layer` is the prefix of a layer's names, `expert` the prefix of an expert's. `qkv`, `gate_up` and `shared_gate_up`
+  name fused projections, None for separate ones. If `interleaved`, rotary positions rotate the features 2i and 2i + 1
+  of a head as a pair; ours rotate i and i + d/2. `fused_experts` names the kernels into and out of the hidden layers of
+  all experts, None for a tensor per expert; `expert_layout` is one of EXPERT_LAYOUTS.
   """
 
   table: str = 'model.embed_tokens.weight'
@@ -48,11 +51,23 @@ class TensorNames:
   gate_up: str | None = None
   down: str = 'mlp.down_proj'
   router: str = 'mlp.gate'
+  balance_bias: str = 'mlp.gate.e_score_correction_bias'
+  balance_bias_operations: tuple[Operation, ...] = ()
   shared: str = 'mlp.shared_experts.'
+  shared_gate: str = 'mlp.shared_expert_gate'
+  shared_gate_up: str | None = None
+  shared_down: str = 'down_proj'
   expert: str = 'mlp.experts.{}.'
   expert_gate: str = 'gate_proj'
   expert_up: str = 'up_proj'
   expert_down: str = 'down_proj'
+  fused_experts: tuple[str, str] | None = None
+  expert_layout: str = 'halves'
+
+
+# Layouts of the fused kernels of all experts. `halves`, [E, D, 2F] and [E, F, D]: first all columns
+# of the gate. `interleaved`: columns of gate and up alternate. `transposed`, [E, 2F, D] and [E, D, F].
+EXPERT_LAYOUTS = ('halves', 'interleaved', 'transposed')
 
 
 def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
@@ -60,15 +75,30 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
   yield Rule(names.table, 'embedding/table')
   if not decoder.tied:
     yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
-  yield Rule(f'{names.final_norm}.weight', 'final_norm/scale')
+  if decoder.logits_bias:
+    yield Rule(names.head.replace('weight', 'bias'), 'embedding/softmax_bias')
+  kind, norm_settings = NORMS[decoder.norm]
+  norm_weights = [
+    (theirs, ours)
+    for theirs, ours, is_there in (
+      ('weight', 'scale', norm_settings.get('use_scale', True)),
+      ('bias', 'bias', kind is LayerNorm and norm_settings.get('use_bias', True)),
+    )
+    if is_there
+  ]
+  block_norms = [
+    (names.attention_norm, 'attention_norm', decoder.pre_norm),
+    (names.ffn_norm, 'ffn_norm', decoder.pre_norm and not decoder.parallel),
+    (names.attention_post_norm, 'attention_post_norm', decoder.post_norm),
+    (names.ffn_post_norm, 'ffn_post_norm', decoder.post_norm),
+  ]
+  for theirs, ours in norm_weights:
+    yield Rule(f'{names.final_norm}.{theirs}', f'final_norm/{ours}')
   for i, slot in enumerate(layers):
     layer = _LayerRules(names.layer.format(i), slot)
-    if decoder.pre_norm:
-      yield layer.rule(f'{names.attention_norm}.weight', 'attention_norm/scale')
-      yield layer.rule(f'{names.ffn_norm}.weight', 'ffn_norm/scale')
-    if decoder.post_norm:
-      yield layer.rule(f'{names.attention_post_norm}.weight', 'attention_post_norm/scale')
-      yield layer.rule(f'{names.ffn_post_norm}.weight', 'ffn_post_norm/scale')
+    for their_norm, our_norm, is_there in block_norms:
+      for theirs, ours in norm_weights if is_there else ():
+        yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
     yield from (_attention if decoder.latent is None else _latent_attention)(layer, decoder, names)
     # Multi-token prediction heads follow the last layer, and are like it.
     is_mixed = decoder.mixed[min(i, decoder.num_layers - 1)]
@@ -114,7 +144,7 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iter
     yield layer.rule(f'{names.out}.bias', 'attention/out/bias')
   if decoder.sinks:
     yield layer.rule('self_attn.sinks', 'attention/sinks')
-  if decoder.qk_norm is not None:
+  if decoder.qk_norm not in (None, 'unscaled'):
     split = (heads,) if decoder.qk_norm == 'flat' else ()
     yield layer.rule(f'{names.query_norm}.weight', 'attention/query_norm/scale', *split)
     yield layer.rule(f'{names.key_norm}.weight', 'attention/key_norm/scale', *split)
@@ -167,19 +197,24 @@ def _feed_forward(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> I
     yield layer.rule(f'{theirs}.weight', f'ffn/{ours}/kernel', _TRANSPOSE)
     if decoder.mlp_bias:
       yield layer.rule(f'{theirs}.bias', f'ffn/{ours}/bias')
+  for scalar in LEARNED_ACTIVATIONS.get(decoder.activation, ((), ()))[1]:
+    yield layer.rule(f'mlp.act_fn.{scalar}', f'ffn/{scalar}')
 
 
 def _experts(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   mixture = decoder.mixture
   assert mixture is not None
   yield layer.rule(f'{names.router}.weight', 'ffn/router/kernel', _TRANSPOSE)
-  if mixture.routing.balance_bias:
-    yield layer.rule(f'{names.router}.e_score_correction_bias', 'ffn/router/balance_bias')
-  if mixture.shared_dim is not None:
-    for ours, theirs in (('gate', 'gate_proj'), ('up', 'up_proj'), ('down', 'down_proj')):
-      yield layer.rule(f'{names.shared}{theirs}.weight', f'ffn/shared_expert/{ours}/kernel', _TRANSPOSE)
   if mixture.routing.use_bias:
-    yield from _interleaved_experts(layer, mixture.hidden_dim, names)
+    yield layer.rule(f'{names.router}.bias', 'ffn/router/bias')
+  if mixture.routing.balance_bias:
+    yield layer.rule(names.balance_bias, 'ffn/router/balance_bias', *names.balance_bias_operations)
+  if mixture.shared_dim is not None:
+    yield from _shared_expert(layer, decoder, mixture.shared_dim, names)
+  if mixture.shared_gate:
+    yield layer.rule(f'{names.shared_gate}.weight', 'ffn/shared_gate', Reshape((1, -1), (-1,)))
+  if names.fused_experts is not None:
+    yield from _fused_experts(layer, decoder, names.fused_experts, names.expert_layout)
     return
   for e in range(mixture.routing.num_experts):
     kernels = ('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)
@@ -187,14 +222,38 @@ def _experts(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterat
       yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
 
 
-def _interleaved_experts(layer: _LayerRules, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:
-  """Yields the rules of gpt-oss: all experts in one tensor [E, in, out], with columns of gate and up interleaved."""
-  halves = (pairs_to_halves(2 * hidden_dim, 2 * hidden_dim), SplitDim(-1, (hidden_dim, hidden_dim)))
-  yield layer.rule(f'{names.router}.bias', 'ffn/router/bias')
-  for kind in ('', '_bias'):
+def _shared_expert(layer: _LayerRules, decoder: Decoder, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:
+  ours = 'ffn/shared_expert/'
+  if names.shared_gate_up is not None:
+    sizes, kernels = (hidden_dim, hidden_dim), [f'{ours}gate/kernel', f'{ours}up/kernel']
+    yield layer.rule(f'{names.shared}{names.shared_gate_up}.weight', kernels, SplitDim(-2, sizes), _TRANSPOSE)
+  else:
+    for name in ('gate', 'up')[not decoder.gated :]:
+      yield layer.rule(f'{names.shared}{name}_proj.weight', f'{ours}{name}/kernel', _TRANSPOSE)
+  yield layer.rule(f'{names.shared}{names.shared_down}.weight', f'{ours}down/kernel', _TRANSPOSE)
+  for name in ('gate', 'up', 'down') if decoder.mlp_bias else ():
+    yield layer.rule(f'{names.shared}{name}_proj.bias', f'{ours}{name}/bias')
+
+
+def _fused_experts(layer: _LayerRules, decoder: Decoder, names: tuple[str, str], layout: str) -> Iterator[Rule]:
+  """Yields the rules of experts whose kernels, and biases, are one tensor for all of them."""
+  mixture = decoder.mixture
+  assert mixture is not None
+  size, (gate_up, down) = mixture.hidden_dim, names
+  transpose = (_TRANSPOSE,) if layout == 'transposed' else ()
+  order = (pairs_to_halves(2 * size, 2 * size),) if layout == 'interleaved' else ()
+  for kind in ('', '_bias')[: 2 if mixture.routing.use_bias else 1]:
     gate_and_up = [f'ffn/experts/gate{kind}', f'ffn/experts/up{kind}']
-    yield layer.rule(f'mlp.experts.gate_up_proj{kind}', gate_and_up, *halves)
-    yield layer.rule(f'mlp.experts.down_proj{kind}', f'ffn/experts/down{kind}')
+    yield layer.rule(f'{gate_up}{kind}', gate_and_up, *transpose, *order, SplitDim(-1, (size, size)))
+    yield layer.rule(f'{down}{kind}', f'ffn/experts/down{kind}', *transpose)
+
+
+def granite_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of Granite 4, which names the network of dense layers like a shared expert."""
+  if decoder.mixture is None:
+    gate_up, down = f'{names.shared}{names.shared_gate_up}', f'{names.shared}{names.shared_down}'
+    names = dataclasses.replace(names, gate_up=gate_up, down=down)
+  yield from llama_rules(decoder, layers, names)
 
 
 def gpt2_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:

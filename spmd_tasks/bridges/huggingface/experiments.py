@@ -48,6 +48,20 @@ class PretrainedLanguageModel(TextTraining):
 
   learning_rate = 1e-5
 
+  def __post_init__(self):
+    positions = self._num_positions()
+    if positions is not None and positions < self.seq_len and self.setter_rank('seq_len') > 0:
+      logging.info('seq_len = %s, the positions of %s, instead of %s.', positions, self.model, self.seq_len)
+      object.__setattr__(self, 'seq_len', positions)
+    super().__post_init__()
+
+  def _num_positions(self) -> int | None:
+    """Returns the number of positions if the folder's model has an embedding for each."""
+    try:
+      return self.open_folder().decoder.positions if self.model else None
+    except UserError:  # raised again when the model is built
+      return None
+
   def origin(self) -> Origin | None:
     """Returns the folder of `init_from`, or else `model`, with the adapters."""
     origin = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
@@ -68,9 +82,13 @@ class PretrainedLanguageModel(TextTraining):
     return folder
 
   def open_folder(self) -> Folder:
-    """Opens the folder of any model."""
+    """Returns the folder of any model."""
     if not self.model:
       raise UserError('model is not set: --set model=FOLDER, a Hugging Face model folder.')
+    return self._opened_folder
+
+  @functools.cached_property
+  def _opened_folder(self) -> Folder:
     return open_folder(local_folder(self.model), accept_config_keys=self.accept_config_keys)
 
   def language_model(self) -> fdl.Config:

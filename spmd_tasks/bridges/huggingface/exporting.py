@@ -28,7 +28,7 @@ from tqdm import tqdm
 from spmd_tasks import exit_codes
 from spmd_tasks.adapters.adapted_weights import adapters_of
 from spmd_tasks.adapters.merging import merge_adapters
-from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Values, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -299,7 +299,9 @@ def _tensors(
     tensors |= dict.fromkeys(family.table_copies, tensors[family.names.table])
   copies = family.nextn_copies(decoder) if origin is None else origin.nextn_copies
   tensors |= {name: tensors[first] for name, first in copies.items()}
-  return tensors if origin is None else tensors | origin.unused_nextn_tensors
+  if origin is None:
+    return tensors | {name: lazy_array(np.float32(value)) for name, value in family.constant_tensors(decoder).items()}
+  return tensors | origin.unused_nextn_tensors | origin.constants
 
 
 def _config(

@@ -21,3 +21,4 @@ with lazy_exports(globals()):
   )
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+  from spmd_tasks.layers.attention.temperature import Temperature

@@ -49,6 +49,8 @@ class AttentionOptions:
   Attributes:
     causal: whether a token sees only itself and earlier tokens.
     window: how many tokens of its document a token sees, including itself; None: all.
+    chunk: a token sees only earlier tokens of its chunk of the document. Segment ids separate the chunks of a call
+      (`split_into_chunks`), so only generation, whose cache has no segment ids, reads it.
     softmax_scale: factor of the logits; None: 1 / sqrt(K).
     logit_cap: caps the logits softly, see `soft_cap`.
     sinks: [H], see `_attend`.
@@ -60,6 +62,7 @@ class AttentionOptions:
 
   causal: bool = True
   window: int | None = None
+  chunk: int | None = None
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: jax.Array | None = None
@@ -71,6 +74,27 @@ class AttentionOptions:
   def scale(self, head_dim: int) -> float:
     """Returns the factor of the logits for K features."""
     return self.softmax_scale or 1.0 / math.sqrt(head_dim)
+
+  def num_visible(self, positions: jax.Array) -> jax.Array | int | None:
+    """Returns how many tokens a query at these positions [...] sees at most, including itself; None: all."""
+    return self.window if self.chunk is None else positions % self.chunk + 1
+
+
+_MOST_CHUNKS = 2**15  # of a document, so that ids of chunks of 2**15 documents fit in int32
+
+
+def split_into_chunks(segment_ids: jax.Array | None, segment_pos: jax.Array, chunk: int) -> jax.Array:
+  """Returns segment ids int32 [B, T] that separate the chunks of each document; padding keeps 0.
+
+  Args:
+    segment_ids: int32 [B, T], the documents; None: one per row.
+    segment_pos: int32 [B, T], the position in the document.
+    chunk: the length of a chunk in tokens.
+  """
+  if segment_ids is None:
+    segment_ids = jnp.ones_like(segment_pos)
+  chunks = segment_ids.astype(jnp.int32) * _MOST_CHUNKS + segment_pos // chunk % _MOST_CHUNKS
+  return jnp.where(segment_ids == 0, 0, chunks)
 
 
 def check_gradient_keys(gradient_keys: int | None) -> None:

@@ -11,10 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
+from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys, split_into_chunks
 from spmd_tasks.layers.attention._qk_clip import clip_logits
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
+from spmd_tasks.layers.attention.temperature import Temperature
 from spmd_tasks.layers.base import WithSublayers, current_layer_scope, declare_weight, dropout
 from spmd_tasks.layers.cache import KvCache
 from spmd_tasks.layers.linear import kernels, project
@@ -44,10 +45,14 @@ class Attention(WithSublayers, kw_only=True):
       During generation, they are computed once per request.
     window: how many tokens of its document a token sees, counting itself and those before it (Beltagy et al., 2020;
       Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
+    chunk: splits a document into chunks of this many tokens; a token sees only tokens of its chunk (Llama 4). Needs
+      `causal`, bounds the length of the KV cache, and excludes `window`. None: no chunks.
     rotary: rotary positions of queries and keys; None: none.
+    temperature: factor of the queries that grows with the position; None: none.
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020). A template
       in place of True configures the norm: `num_dims=2` normalizes over all heads, with scales [H, K] and [G, K]
       (OLMo 2), which are split as the kernels are.
+    norms_rotated: whether `qk_norm` is applied after the rotation instead (Hunyuan, Llama 4).
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     position_bias: this layer's RelativePositionBias; None: the call's `position_bias`, which all layers share, if any.
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
@@ -84,8 +89,11 @@ class Attention(WithSublayers, kw_only=True):
   causal: bool = True
   cross: bool = False
   window: int | None = None
+  chunk: int | None = None
   rotary: Rotary | None = Rotary()
+  temperature: Temperature | None = None
   qk_norm: bool | RmsNorm = False
+  norms_rotated: bool = False
   clip_qkv: float | None = None
   position_bias: nn.Module | None = None
   softmax_scale: float | None = None
@@ -118,11 +126,18 @@ class Attention(WithSublayers, kw_only=True):
         f'window={self.window} with causal={self.causal}: a window is at least 1 and needs causal=True. Set both, or '
         'window=None.'
       )
+    if self.chunk is not None and (self.chunk < 1 or not self.causal or self.cross or self.window is not None):
+      raise UserError(
+        f'chunk={self.chunk} must be at least 1, and needs causal=True, cross=False and window=None: set them, or '
+        'chunk=None.'
+      )
     if self.cross and (self.rotary or self.window or self.position_bias or self.qk_clip):
       raise UserError(
         'cross=True does not support rotary, window, position_bias and qk_clip, because the keys belong to another '
         'text: set them to None.'
       )
+    if self.norms_rotated and (not self.qk_norm or self.rotary is None):
+      raise UserError('norms_rotated=True needs qk_norm and rotary: set them.')
     for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
       if (bound := getattr(self, name)) is not None and not 0 < bound < float('inf'):
         raise UserError(f'{name}={bound} must be positive, or None for no bound.')
@@ -176,13 +191,15 @@ class Attention(WithSublayers, kw_only=True):
         generates text.
     """
     num_kv_heads, head_dim = self._dims(x.shape[-1])
-    if self.rotary is not None and segment_pos is None:
-      raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
+    if segment_pos is None and (self.rotary is not None or self.temperature is not None or self.chunk is not None):
+      raise UserError('rotary attention, a temperature and chunks need segment_pos: pass it, or set them to None.')
+    if self.chunk is not None and prefix_mask is not None:
+      raise UserError(f'chunk={self.chunk} of an attention does not support prefixes: set it to None.')
 
     query_scale = self.init_scale if self.query_init_scale is None else self.query_init_scale
     heads = (self.num_heads, head_dim)
     query = project(self, 'query', x, heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale)
-    if self.qk_norm:
+    if self.qk_norm and not self.norms_rotated:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
     cache: KvCache | None = current_layer_scope().cache
     stored = cache.read_encoded(self, len(x)) if cache is not None and self.cross else None
@@ -195,7 +212,7 @@ class Attention(WithSublayers, kw_only=True):
         raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
       kv = (num_kv_heads, head_dim), self.kv_split_dims, self.kv_activation_split_dims
       key, value = (project(self, name, source, *kv, scale=self.init_scale) for name in ('key', 'value'))
-      if self.qk_norm:
+      if self.qk_norm and not self.norms_rotated:
         key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:
       query, key, value = (jnp.clip(x, -self.clip_qkv, self.clip_qkv) for x in (query, key, value))
@@ -204,6 +221,15 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
+    if self.qk_norm and self.norms_rotated:
+      query = self._qk_norm('query_norm', self.query_split_dims)(query)
+      key = self._qk_norm('key_norm', self.kv_split_dims)(key)
+    if self.temperature is not None:
+      assert segment_pos is not None
+      query = self.temperature(query, segment_pos)
+    if self.chunk is not None:
+      assert segment_pos is not None
+      segment_ids = split_into_chunks(segment_ids, segment_pos, self.chunk)
     earlier = None
     if self.cross:
       if encoder_segment_ids is None or segment_ids is None:
@@ -217,10 +243,12 @@ class Attention(WithSublayers, kw_only=True):
           'attention and positions, so set causal=True and pass segment_pos.'
         )
       new = {'key': key, 'value': value}
-      earlier = cache.update(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
+      window = self.window or self.chunk
+      earlier = cache.update(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=window)
     options = AttentionOptions(
       causal=self.causal and not self.cross,
       window=self.window,
+      chunk=self.chunk,
       softmax_scale=self.softmax_scale,
       logit_cap=self.logit_cap,
       sinks=self._sink_weights() if self.sinks else None,

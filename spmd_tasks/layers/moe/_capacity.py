@@ -109,8 +109,10 @@ class CapacityGather:
       assignment = SlotAssignment(
         slots=_pad_slots(routing.slots, resharding, len(grouped), group_size), group_size=group_size
       )
-    rows = resharding.apply_experts(self._dispatch(grouped, assignment), weights)
-    rows = (rows * assignment.slots.gates[..., None]).astype(rows.dtype)
+    gate = lambda rows: (rows * assignment.slots.gates[..., None]).astype(rows.dtype)
+    rows = self._dispatch(grouped, assignment)
+    rows = resharding.apply_experts(gate(rows) if weights.gates_inputs else rows, weights)
+    rows = rows if weights.gates_inputs else gate(rows)
     y = resharding.ungroup_tokens(self._combine(rows, assignment), batch_size, length)
     return constrain(y.astype(x.dtype), self.activation_split_dims), _statistics(routing, assignment)
 

@@ -52,6 +52,7 @@ class ExpertWeights(struct.PyTreeNode):
     activation: see `hidden_layer`.
     up_split_dims, down_split_dims: of `up` and `gate`, and of `down`.
     dropout_rate, dropout_key: of the hidden layer; the key is None outside of training.
+    gates_inputs: see `Experts`.
     backend: of the grouped matmuls; see `grouped_matmul`.
     balanced_load: the fraction of all assignments that these experts get with balanced routing.
   """
@@ -67,6 +68,7 @@ class ExpertWeights(struct.PyTreeNode):
   down_bias: jax.Array | None = None
   dropout_rate: float = struct.field(pytree_node=False, default=0.0)
   dropout_key: jax.Array | None = None
+  gates_inputs: bool = struct.field(pytree_node=False, default=False)
   backend: str | None = struct.field(pytree_node=False, default=None)
   balanced_load: float = struct.field(pytree_node=False, default=1.0)
 
@@ -111,7 +113,7 @@ class ExpertWeights(struct.PyTreeNode):
     Args:
       rows: [R, D], sorted by expert.
       group_sizes: int32 [E], rows per expert, with a sum of at most R.
-      gates: float32 [R]. They multiply the hidden layer, so that their gradient needs no results.
+      gates: float32 [R]. They multiply the hidden layer, so that their gradient needs no results, or the rows.
       num_assignments: of the tokens that can have rows here, to experts of any device; default: R. Only plans use it.
     """
     num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
@@ -130,6 +132,8 @@ class ExpertWeights(struct.PyTreeNode):
       return y + jnp.where(is_used[:, None], biases, 0)
 
     with jax.named_scope(f'{BALANCED_SHARE_NAME}={share:.4g}') if share < 1 else contextlib.nullcontext():
+      if self.gates_inputs:
+        rows, gates = (gates[:, None] * rows).astype(rows.dtype), jnp.ones_like(gates)
       pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in self.inputs()]
       hidden = hidden_layer(self.activation, *pre_activations)
       hidden = (gates[:, None] * hidden).astype(hidden.dtype)
@@ -164,6 +168,7 @@ class Experts(nn.Module, kw_only=True):
     gated: whether there is a `gate`.
     use_bias: whether every projection of every expert has a bias (gpt-oss).
     activation: see `hidden_layer`.
+    gates_inputs: whether a token's gate multiplies the expert's input instead of its output (Llama 4).
     dropout_rate: of the hidden layer in training, one mask for all slots of an expert in a group, as Flaxformer has it;
       needs the rng `dropout`, and a computation by capacity.
     dtype: of the computation; weights are float32.
@@ -177,6 +182,7 @@ class Experts(nn.Module, kw_only=True):
   gated: bool = True
   use_bias: bool = False
   activation: str = 'silu'
+  gates_inputs: bool = False
   dropout_rate: float = 0.0
   dtype: Any = 'float32'
   init_scale: float = 1.0
@@ -231,6 +237,7 @@ class Experts(nn.Module, kw_only=True):
       down=declare('down', self.hidden_dim, model_dim, self.down_init_scale, self.down_split_dims),
       gate=gate,
       activation=self.activation,
+      gates_inputs=self.gates_inputs,
       up_split_dims=self.up_split_dims,
       down_split_dims=self.down_split_dims,
       up_bias=declare_bias('up_bias', self.hidden_dim, hidden_split_dims),

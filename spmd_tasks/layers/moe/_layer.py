@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios, WithSublayers, current_layer_scope, declare_weight
+from spmd_tasks.layers.base import FanInNormal, Ratios, WithSublayers, current_layer_scope, declare_weight
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
@@ -33,7 +33,7 @@ class ExpertComputation(Protocol):
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
-  """Routes each token to a few experts. Weights under `router`, `experts`, `shared_expert`, and `bias`.
+  """Routes each token to a few experts. Weights under `router`, `experts`, `shared_expert`; `shared_gate` and `bias`.
 
   Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the others.
 
@@ -42,6 +42,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     experts: declares the experts' weights.
     computation: computes the experts' outputs.
     shared_expert: a feed-forward sublayer for all tokens, whose output is added (DeepSeekMoE), or None.
+    shared_gate: whether the shared expert's output is multiplied by sigmoid(x . w), with a weight `shared_gate` [D]
+      (Qwen2-MoE).
     averages_shared_expert: whether the output is the mean over the shared expert and the k chosen ones instead:
       (shared + k * (routed + bias)) / (k + 1), as MegaBlocks' `shared_expert_weighted_sum`. Needs a router with k.
     use_bias: whether a weight `bias` [D] is added to the experts' sum, once, whatever the gates (MegaBlocks).
@@ -61,6 +63,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   experts: Experts
   computation: ExpertComputation = Dropless()
   shared_expert: nn.Module | None = None
+  shared_gate: bool = False
   averages_shared_expert: bool = False
   use_bias: bool = False
   padding: Literal['ignored', 'counted', 'routed'] = 'ignored'
@@ -74,6 +77,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(f"load_balance_shards={shards!r} must be at least 1, or 'groups'.")
     if self.padding not in ('ignored', 'counted', 'routed'):
       raise UserError(f"padding={self.padding!r} must be 'ignored', 'counted' or 'routed'.")
+    if self.shared_gate and self.shared_expert is None:
+      raise UserError('shared_gate=True needs a shared_expert: set it.')
     if self.averages_shared_expert and (self.shared_expert is None or not hasattr(self.router, 'num_selected')):
       raise UserError('averages_shared_expert=True needs a shared_expert and a router whose tokens choose k experts.')
     if (row := self.row_capacity) is not None and (row < 1 or not hasattr(self.router, 'num_selected')):
@@ -123,6 +128,13 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       y = y + bias.astype(y.dtype)[None, None, :]
     if self.shared_expert is not None:
       shared, _ = self.shared_expert(x, segment_ids, train=train)
+      if self.shared_gate:
+        init = FanInNormal()
+        gate = declare_weight(
+          self, 'shared_gate', shape=x.shape[-1:], init=init, split_dims=('embed',), num_input_dims=1
+        )
+        logits = jnp.einsum('BTD,D->BT', x.astype(jnp.float32), gate)
+        shared = (jax.nn.sigmoid(logits)[..., None] * shared).astype(shared.dtype)
       if self.averages_shared_expert:
         k = self.router.num_selected
         shared, y = shared / (k + 1), y * (k / (k + 1))

@@ -126,6 +126,10 @@ class TopKRouter(Router, kw_only=True):
     score_function: 'softmax' over the experts (Shazeer et al., 2017), or 'sigmoid' of each logit (DeepSeek-V3).
     normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not.
     gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
+    gate_margin: if set, the gate of a token's j-th choice is its share in a softmax over the experts that were not
+      chosen before and whose logit z is close to the choice's logit z_j: (z_j - z) / max(|z|, z_j) <= gate_margin.
+      These are the gates of SparseMixer in evaluation (PhiMoE: 2024; twice its `jitter_eps`); its training samples the
+      choices, this layer's does not. Needs 'softmax' and `normalize_gates=None`.
     balance_bias: whether a bias per expert joins the scores for the choice only, not for the gates (balancing without
       an auxiliary loss: Wang et al., 2024).
     num_groups: number of groups of experts with consecutive ids; 1 for no groups.
@@ -139,6 +143,7 @@ class TopKRouter(Router, kw_only=True):
   score_function: str = 'softmax'
   normalize_gates: float | None = None
   gate_scale: float = 1.0
+  gate_margin: float | None = None
   balance_bias: bool = False
   num_groups: int = 1
   num_selected_groups: int | None = None
@@ -151,6 +156,8 @@ class TopKRouter(Router, kw_only=True):
       raise UserError(f'score_function {self.score_function!r} is unknown: choose one of {sorted(LOG_AFFINITIES)}.')
     if self.normalize_gates is not None and not self.normalize_gates > 0:
       raise UserError(f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None for no norm.')
+    if self.gate_margin is not None and (self.score_function != 'softmax' or self.normalize_gates is not None):
+      raise UserError("gate_margin needs score_function='softmax' and normalize_gates=None: set them.")
     if self.group_score not in ('max', 'top2_sum'):
       raise UserError(f"group_score={self.group_score!r} must be 'max' or 'top2_sum'.")
     groups, experts = self.num_groups, self.num_experts
@@ -188,6 +195,8 @@ class TopKRouter(Router, kw_only=True):
       cache.write_routing(self, chosen_ids, self.activation_split_dims)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     gates, expert_ids = self._gates(log_affinities, chosen_ids), chosen_ids
+    if self.gate_margin is not None:
+      gates = self.gate_scale * _shares_of_close_experts(logits, chosen_ids, self.gate_margin)
     if token_mask is not None:
       expert_ids = jnp.where(token_mask[..., None], expert_ids, self.num_experts)
       gates = jnp.where(token_mask[..., None], gates, 0.0)
@@ -218,6 +227,18 @@ class TopKRouter(Router, kw_only=True):
     group_ids = top_k_ids(scores, num_selected, self.activation_split_dims)
     is_chosen = jnp.any(group_ids[..., None] == jnp.arange(self.num_groups)[None, None, None], axis=2)  # [B, T, groups]
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(preferences.shape)
+
+
+def _shares_of_close_experts(logits: jax.Array, chosen_ids: jax.Array, margin: float) -> jax.Array:
+  """Returns gates float32 [B, T, k] of logits [B, T, E] and choices int32 [B, T, k]; see TopKRouter.gate_margin."""
+  gates, experts = [], jnp.arange(logits.shape[-1])[None, None]
+  for j in range(chosen_ids.shape[-1]):
+    chosen = jnp.take_along_axis(logits, chosen_ids[..., j : j + 1], axis=-1)
+    distance = jax.lax.stop_gradient((chosen - logits) / jnp.maximum(jnp.abs(logits), chosen))
+    is_earlier = jnp.any(chosen_ids[..., :j, None] == experts[:, :, None], axis=2)
+    close = jnp.where((distance > margin) | is_earlier, -jnp.inf, logits)
+    gates.append(jnp.exp(chosen - jax.nn.logsumexp(close, axis=-1, keepdims=True)))
+  return jnp.concatenate(gates, axis=-1)
 
 
 class ExpertChoiceRouter(Router, kw_only=True):

@@ -12,6 +12,9 @@ _LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_f
 _LATENT = {'kv_lora_rank': 18, 'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10}
 _LATENT |= {'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
 
+_GRANITE = {'embedding_multiplier': 3.0, 'logits_scaling': 0.7, 'residual_multiplier': 0.22}
+_GRANITE |= {'attention_multiplier': 0.15}
+
 # name -> config; it has a `model_type` if that is not the name.
 CONFIGS: dict[str, dict[str, Any]] = {
   'llama': _SIZES | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'attention_bias': True, 'mlp_bias': True},
@@ -64,6 +67,81 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
   },
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
+  'gemma': _SIZES | {'num_key_value_heads': 1},
+  'qwen2_moe': _PLAIN
+  | _EXPERTS
+  | {'num_hidden_layers': 5, 'num_experts': 12, 'moe_intermediate_size': 20, 'shared_expert_intermediate_size': 28}
+  | {'decoder_sparse_step': 2, 'mlp_only_layers': [3], 'use_sliding_window': True, 'sliding_window': 5}
+  | {'max_window_layers': 3},
+  'ministral': _SIZES
+  | {'sliding_window': 5, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']},
+  'ministral3': _SIZES
+  | {'num_key_value_heads': 1}
+  | {'rope_parameters': _YARN | {'original_max_position_embeddings': 8, 'llama_4_scaling_beta': 0.3}},
+  'olmo': _PLAIN | {'num_key_value_heads': 1, 'clip_qkv': 0.3},
+  'olmo3': _PLAIN
+  | {'num_hidden_layers': 5, 'sliding_window': 5}
+  | {
+    'rope_parameters': {
+      'full_attention': _YARN | {'rope_theta': 5e5},
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 5e5},
+    }
+  },
+  'smollm3': _PLAIN
+  | {
+    'num_hidden_layers': 5,
+    'no_rope_layer_interval': 2,
+    'use_sliding_window': True,
+    'sliding_window': 5,
+    'pad_token_id': 0,
+  },
+  'seed_oss': _SIZES | {'num_key_value_heads': 1, 'attention_out_bias': False},
+  'granite': _PLAIN | _GRANITE | {'attention_bias': True, 'mlp_bias': True},
+  'granitemoe': _PLAIN | _GRANITE | _EXPERTS | {'num_local_experts': 12},
+  'granitemoeshared': _PLAIN
+  | _GRANITE
+  | _EXPERTS
+  | {'num_local_experts': 12, 'shared_intermediate_size': 28, 'tie_word_embeddings': True},
+  'granitemoehybrid': _PLAIN
+  | _GRANITE
+  | _EXPERTS
+  | {'num_local_experts': 12, 'shared_intermediate_size': 28, 'layer_types': ['attention'] * 3}
+  | {'position_embedding_type': 'rope', 'mamba_n_heads': 6, 'mamba_d_head': 10},
+  'granitemoehybrid_dense': _PLAIN
+  | _GRANITE
+  | {'model_type': 'granitemoehybrid', 'num_local_experts': 0, 'num_experts_per_tok': 0}
+  | {'shared_intermediate_size': 28, 'layer_types': ['attention'] * 3, 'mamba_n_heads': 6, 'mamba_d_head': 10},
+  'glm': _SIZES | {'num_key_value_heads': 1, 'pad_token_id': 0, 'eos_token_id': [1, 2]},
+  'glm4_moe_lite': _PLAIN | _LATENT | {'q_lora_rank': 14, 'n_shared_experts': 2, 'n_group': 4, 'topk_group': 2},
+  'llama4_text': _SIZES
+  | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'num_local_experts': 5, 'num_experts_per_tok': 2}
+  | {'intermediate_size': 20, 'intermediate_size_mlp': 44, 'interleave_moe_layer_step': 2, 'no_rope_layer_interval': 3}
+  | {'attention_chunk_size': 7, 'floor_scale': 5, 'attn_scale': 0.3}
+  | {'rope_parameters': _LLAMA3 | {'rope_theta': 5e5, 'original_max_position_embeddings': 16}},
+  'minimax_m2': _SIZES
+  | {'num_key_value_heads': 1, 'num_experts_per_tok': 3, 'intermediate_size': 20, 'num_local_experts': 12}
+  | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e6, 'partial_rotary_factor': 0.5}},
+  'ernie4_5': _SIZES | {'num_key_value_heads': 1, 'use_bias': True},
+  'ernie4_5_moe': _PLAIN
+  | {'num_hidden_layers': 5, 'moe_num_experts': 12, 'moe_k': 3, 'moe_intermediate_size': 20}
+  | {'moe_num_shared_experts': 2, 'moe_layer_start_index': 1, 'moe_layer_end_index': 3, 'use_bias': False},
+  'hunyuan_v1_dense': _SIZES | {'num_key_value_heads': 1, 'attention_bias': True},
+  'hunyuan_v1_moe': _SIZES | {'num_experts': 12, 'moe_topk': 3, 'intermediate_size': 20, 'num_key_value_heads': 1},
+  'dots1': _PLAIN
+  | {'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20, 'n_shared_experts': 2}
+  | {'n_group': 4, 'topk_group': 2, 'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5}
+  | {'sliding_window': 5, 'max_window_layers': 2, 'num_hidden_layers': 4, 'attention_bias': True},
+  'exaone4': _SIZES | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5},
+  'apertus': _PLAIN | {'num_key_value_heads': 1},
+  'cohere': _PLAIN | {'num_key_value_heads': 1, 'logit_scale': 0.3},
+  'cohere2': _PLAIN | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5, 'attention_bias': True},
+  'starcoder2': _PLAIN | {'num_key_value_heads': 1, 'sliding_window': 5},
+  'phimoe': _PLAIN
+  | _EXPERTS
+  | {'num_local_experts': 6, 'num_experts_per_tok': 2, 'attention_bias': True, 'lm_head_bias': True}
+  | {'router_jitter_noise': 0.2, 'num_key_value_heads': 1, 'sliding_window': 7},
+  'nemotron': _SIZES | {'num_key_value_heads': 1, 'mlp_bias': True, 'attention_bias': True},
+  'arcee': _SIZES | {'num_key_value_heads': 1, 'mlp_bias': True},
 }
 # Texts exceed the original length, so that the long factors are used.
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import RmsNorm
-from spmd_tasks.layers.attention import Attention, LinearScaling, PositionBias, Rotary
+from spmd_tasks.layers.attention import Attention, LinearScaling, PositionBias, Rotary, Temperature
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend
 from tests.layers.tiny_model import random_weights
@@ -31,6 +31,8 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     {**GROUPED, 'sinks': True, 'window': 3, 'out_bias': True},
     {'num_heads': 3, 'sinks': True, 'logit_cap': 0.5, 'causal': False},
     {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
+    {**GROUPED, 'qk_norm': True, 'norms_rotated': True, 'chunk': 2},
+    {**GROUPED, 'qk_norm': RmsNorm(use_scale=False), 'temperature': Temperature(scale=2.0, length=2, offset=1)},
   ],
   ids=[
     'multi-head, scaled',
@@ -42,6 +44,8 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     'sinks in a window',
     'capped bidirectional sinks',
     'partial scaled rotation',
+    'norm after the rotation, chunks',
+    'norm without a scale, temperature',
   ],
 )
 def test_attention(rng, fields):
@@ -55,6 +59,9 @@ def test_attention(rng, fields):
     SEGMENT_POS,
     causal=layer.causal,
     window=layer.window,
+    chunk=layer.chunk,
+    temperature=lambda position: 1 + 2.0 * np.log1p((position + 1) // 2) if layer.temperature else 1.0,
+    norms_rotated=layer.norms_rotated,
     rotary=_rotation(layer.rotary),
     qk_norm=bool(layer.qk_norm),
     epsilon=getattr(layer.qk_norm, 'epsilon', 1e-6),
@@ -171,7 +178,9 @@ def test_gradients_of_queries_that_see_no_key_are_finite_differences(rng, implem
     ({'num_heads': 6, 'num_kv_heads': 4}, 'num_kv_heads=4: choose a divisor'),
     ({'num_heads': 0, 'num_kv_heads': 2}, 'num_heads=0: set head_dim'),
     ({'num_heads': 4}, 'num_heads=4: set head_dim'),
-    ({'num_heads': 3, 'rotary': Rotary()}, 'needs segment_pos'),
+    ({'num_heads': 3, 'rotary': Rotary()}, 'need segment_pos'),
+    ({'num_heads': 3, 'window': 2, 'chunk': 2}, 'chunk=2 must be at least 1, and needs causal=True'),
+    ({'num_heads': 3, 'norms_rotated': True}, 'norms_rotated=True needs qk_norm and rotary'),
     ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
     ({'num_heads': 3, 'rotary': None, 'implementation': 'cudnn'}, "platform 'cpu'"),
   ],

@@ -80,6 +80,41 @@ def test_a_shared_expert_comes_on_top(rng):
   np.testing.assert_allclose(y, dense + routed, rtol=1e-5, atol=1e-5)
 
 
+def test_a_shared_expert_has_a_gate(rng):
+  x = tokens(rng)
+  shared = GatedFeedForward(hidden_dim=F)
+  layer, ungated = (make_layer(shared_expert=shared, shared_gate=gated) for gated in (True, False))
+  weights = random_weights(layer, x)
+  others = {name: weight for name, weight in weights.items() if name != 'shared_gate'}
+  y, _ = layer.apply({'params': weights}, x)
+  both, _ = ungated.apply({'params': others}, x)
+  dense, _ = shared.apply({'params': weights['shared_expert']}, x)
+  gate = jax.nn.sigmoid(x @ weights['shared_gate'])[..., None]
+  np.testing.assert_allclose(y, both - (1 - gate) * dense, atol=1e-5)
+  with pytest.raises(ValueError, match='shared_gate=True needs a shared_expert'):
+    make_layer(shared_gate=True)
+
+
+@pytest.mark.parametrize('computation', [Dropless(), CapacityGather(capacity_factor=float(E))], ids=str)
+def test_gates_multiply_inputs(computation, rng):
+  x = tokens(rng)
+  layer = make_layer(computation=computation)
+  layer = layer.clone(experts=layer.experts.clone(gates_inputs=True))
+  weights = random_weights(layer, x)
+  w = jax.tree.map(lambda weight: np.asarray(weight, np.float64), weights)
+  expected = np.zeros((B, T, D))
+  for row, t in np.ndindex(B, T):
+    token = np.asarray(x[row, t], np.float64)
+    scores = np.exp(token @ w['router']['kernel'])
+    chosen = np.argsort(-scores, kind='stable')[:2]
+    for expert, gate in zip(chosen, scores[chosen] / scores[chosen].sum(), strict=True):
+      first, up, down = (w['experts'][name][expert] for name in ('gate', 'up', 'down'))
+      hidden = gate * token @ first
+      expected[row, t] += (hidden / (1 + np.exp(-hidden)) * (gate * token @ up)) @ down
+  actual, _ = jax.jit(layer.apply)({'params': weights}, x)
+  np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
 def test_each_expert_computes_its_first_choices_of_a_row(rng):
   x, capacity = tokens(rng), 2
   layer = make_layer(row_capacity=capacity)

@@ -26,6 +26,7 @@ CASES = {
     'balance_bias': True,
   },
   'gpt-oss': {'num_selected': 2, 'normalize_gates': 1.0, 'use_bias': True},
+  'phi': {'num_selected': 2, 'gate_margin': 0.6},
   'sigmoid': {'num_selected': 1, 'score_function': 'sigmoid'},
   'all experts': {'num_selected': E, 'normalize_gates': 1.0, 'balance_bias': True},
 }
@@ -60,6 +61,7 @@ def reference(
   num_groups=1,
   num_selected_groups=1,
   group_score='max',
+  gate_margin=None,
   expert_ids=None,
 ):
   """The decision in float64. `expert_ids` fixes the choice, as differences of this function need."""
@@ -79,6 +81,12 @@ def reference(
         preferences[groups[group]] = -np.inf
       chosen = np.argsort(-preferences, kind='stable')[:num_selected] if expert_ids is None else expert_ids[b, t]
       ids[b, t], gates[b, t] = chosen, affinities[chosen]
+      others = [*range(len(preferences))]
+      for j, expert in enumerate(chosen if gate_margin is not None else ()):
+        top, z = logits[b, t, expert], logits[b, t, others]
+        close = z[(top - z) / np.maximum(np.abs(z), top) <= gate_margin]
+        gates[b, t, j] = np.exp(top) / np.exp(close).sum()
+        others.remove(expert)
       if normalize_gates is not None:
         gates[b, t] /= (gates[b, t] ** normalize_gates).sum() ** (1 / normalize_gates)
   return {'logits': logits, 'scores': scores, 'expert_ids': ids, 'gates': gate_scale * gates}
@@ -200,6 +208,7 @@ def test_same_on_8_devices_as_on_one(settings, rng):
       {'num_experts': 12, 'num_selected': 4, 'num_groups': 4, 'num_selected_groups': 1},
       'num_selected_groups=1 must be .* num_selected=4',
     ),
+    ({'num_selected': 1, 'gate_margin': 0.1, 'normalize_gates': 1.0}, "gate_margin needs score_function='softmax'"),
     ({'num_selected': 1, 'score_function': 'relu'}, r"'relu' is unknown: choose one of \['sigmoid', 'softmax'\]"),
   ],
 )
