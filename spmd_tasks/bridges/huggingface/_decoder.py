@@ -39,10 +39,10 @@ from spmd_tasks.layers.attention import (
   LearnedPositions,
   RelativePositionBias,
   Rotary,
-  Temperature,
   YarnScaling,
 )
 from spmd_tasks.layers.attention.rotary_scaling import yarn_magnitude
+from spmd_tasks.layers.attention.temperature import Temperature
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 
 

@@ -31,9 +31,9 @@ from spmd_tasks.layers.attention import (
   LongRopeScaling,
   Rotary,
   RotaryScaling,
-  Temperature,
   YarnScaling,
 )
+from spmd_tasks.layers.attention.temperature import Temperature
 
 NEXTN_KEY = 'num_nextn_predict_layers'
 _UNBOUNDED = 2**31 - 1  # `expert_capacity` of Switch with dropless routing

@@ -4,7 +4,7 @@
     y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
 
 Read attention.py and rotary.py, then implementations.py (which of them computes a call, a kernel per platform),
-positions.py, rotary_scaling.py and latent.py; decoding/kv_cache.py explains generation.
+positions.py, rotary_scaling.py, temperature.py and latent.py; decoding/kv_cache.py explains generation.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports
@@ -21,4 +21,3 @@ with lazy_exports(globals()):
   )
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
-  from spmd_tasks.layers.attention.temperature import Temperature

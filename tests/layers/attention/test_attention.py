@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import RmsNorm
-from spmd_tasks.layers.attention import Attention, LinearScaling, PositionBias, Rotary, Temperature
+from spmd_tasks.layers.attention import Attention, LinearScaling, PositionBias, Rotary
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend
+from spmd_tasks.layers.attention.temperature import Temperature
 from tests.layers.tiny_model import random_weights
 import tests.layers.transformer_reference as reference
 
