@@ -52,6 +52,8 @@ from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.partition import EvaluationStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.explicit_axes import with_explicit_axes
+from spmd_tasks.sharding.specs import even_spec
 from spmd_tasks.store_files import local_folder, place_to_read
 
 
@@ -163,8 +165,9 @@ class LoadedModel:
 
   @property
   def mesh(self) -> Mesh | AbstractMesh:
-    """The mesh of the weights."""
-    return self.partitioned.mesh
+    """The mesh of `variables`, with the task's axis types: call a model that needs them in `jax.set_mesh(mesh)`."""
+    mesh = self.partitioned.mesh
+    return with_explicit_axes(mesh) if self.job.task.explicit_axes else mesh
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -178,13 +181,16 @@ class LoadedModel:
     Trees of jax arrays, sharded over the dimensions that the mesh divides evenly. Arrays without padding share their
     memory with `padded_variables`; the others are copied once.
     """
-    model = self.partitioned
+    model, mesh = self.partitioned, self.mesh
 
     def unpadded(x, true, spec):
-      if x.shape == true.shape:
+      if x.shape != true.shape:
+        even = padding.evenly_divided_spec(true.shape, spec, mesh.shape)
+        sharding = NamedSharding(model.mesh, even)
+        x = jax.jit(lambda x: padding.unpad(x, true), out_shardings=sharding)(x)
+      if mesh is model.mesh:
         return x
-      sharding = NamedSharding(model.mesh, padding.evenly_divided_spec(true.shape, spec, model.mesh.shape))
-      return jax.jit(lambda x: padding.unpad(x, true), out_shardings=sharding)(x)
+      return jax.device_put(x, NamedSharding(mesh, even_spec(spec, true.shape, mesh.shape)))
 
     return jax.tree.map(unpadded, self.padded_variables, model.abstract_state.variables, model.state_specs.variables)
 

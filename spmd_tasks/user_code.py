@@ -76,5 +76,9 @@ def _is_own_code(path: Path) -> bool:
 
 
 def _message(error: Exception) -> str:
+  """Returns the first paragraph of an error; if it only announces the next, with a colon, the beginning of all."""
   message = ' '.join(str(error).partition('\n\n')[0].split())
-  return message if len(message) <= 400 else f'{message[:400]}...'
+  limit = 400
+  if message.endswith(':'):
+    message, limit = ' '.join(str(error).split()), 600
+  return message if len(message) <= limit else f'{message[:limit]}...'

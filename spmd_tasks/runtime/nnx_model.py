@@ -132,14 +132,19 @@ class NnxModel(nn.Module):
   _takes_rngs: ClassVar[bool]
 
   def _run(self, train: bool, *arguments: Any, **named: Any) -> Any:
-    module = self._initial() if self.is_initializing() else self._restored()
-    before = _variables_of(module, _boxed if self.is_initializing() else _value_of)
+    assert self.scope is not None
+    variables = self.variables
+    if self.is_initializing():
+      initial = self._construct(self.scope.rngs[_PARAMS].as_jax_rng())  # as nnx.Rngs(seed) draws it
+      variables = traverse_util.unflatten_dict(_variables_of(initial, _boxed))
+      self._put(variables)
+    module = self._with(variables)
+    before = _variables_of(module, _value_of)
     module.train() if train else module.eval()
     outputs = module(*arguments, **named)
     after = _variables_of(module, _value_of)
     if self.is_initializing():
       warn_of_sown(type(self).__name__, frozenset(after.keys() - before.keys()))
-      self._put(before)
       return outputs
     for path, value in before.items():
       if path[0] == _PARAMS and after[path] is not value:
@@ -147,39 +152,41 @@ class NnxModel(nn.Module):
           f'{type(self).__name__} changes its nnx.Param {"/".join(path[1:])} when it is called, which has no effect: '
           'declare a variable that a step updates without a gradient as another nnx.Variable, such as nnx.BatchStat.'
         )
-    declared = [path for path in before if path[0] != _PARAMS and self.is_mutable_collection(path[0])]
-    self._put({path: after[path] for path in declared})
+    changed = [path for path in before if path[0] != _PARAMS and self.is_mutable_collection(path[0])]
+    self._put(traverse_util.unflatten_dict({path: after[path] for path in changed}))
     return outputs
 
-  def _initial(self) -> nnx.Module:
-    """Returns the module as `Classifier(..., rngs=nnx.Rngs(seed))` draws it."""
-    assert self.scope is not None
-    return self._construct(self.scope.rngs[_PARAMS].as_jax_rng())
-
-  def _restored(self) -> nnx.Module:
-    """Returns the module with the variables of this call, and with a new key for each of its streams of random numbers.
+  def _with(self, variables: Any) -> nnx.Module:
+    """Returns the module with variables, by collection, and with a new key for each of its streams of random numbers.
 
     Without the rng `dropout`, that is in evaluation, the keys are always the same.
     """
     assert self.scope is not None
+    fixed_key = jax.random.key(0, impl='threefry2x32')
     graphs = []
 
     def split() -> nnx.State:
-      graph, state = nnx.split(self._construct(_fixed_key()))
+      graph, state = nnx.split(self._construct(fixed_key))
       graphs.append(graph)
       return state
 
-    flat = nnx.to_flat_state(jax.eval_shape(split))
-    key = self.scope.rngs['dropout'].as_jax_rng() if self.has_rng('dropout') else _fixed_key()
-    state = []
-    for number, (path, leaf) in enumerate(flat):
+    def value_of(number: int, path: tuple[Any, ...], leaf: Any) -> Any:
       if isinstance(leaf, nnx.RngKey):
-        new = jax.random.fold_in(key, number)
-        value = jax.random.split(new, leaf.shape) if leaf.shape else new
-      elif isinstance(leaf, nnx.RngState):
-        value = jnp.zeros(leaf.shape, leaf.dtype)
-      else:
-        value = self._get(_path_of(path, leaf))
+        key = jax.random.fold_in(stream_key, number)
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
+      if isinstance(leaf, nnx.RngState):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+      value, names = variables, _path_of(path, leaf)
+      for name in names:
+        if name not in value:
+          raise UserError(f'{type(self).__name__} has the variable {"/".join(names)}, which it was not given.')
+        value = value[name]
+      return meta.unbox(value)
+
+    stream_key = self.scope.rngs['dropout'].as_jax_rng() if self.has_rng('dropout') else fixed_key
+    state = []
+    for number, (path, leaf) in enumerate(nnx.to_flat_state(jax.eval_shape(split))):
+      value = value_of(number, path, leaf)
       state.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
     return nnx.merge(graphs[0], nnx.from_flat_state(state))
 
@@ -198,23 +205,10 @@ class NnxModel(nn.Module):
           )
     return module
 
-  def _get(self, path: Path) -> Any:
-    collection, *names = path
-    value = self.variables.get(collection, {})
-    for name in names:
-      if name not in value:
-        raise UserError(f'{type(self).__name__} has the variable {"/".join(path)}, which it was not given.')
-      value = value[name]
-    return meta.unbox(value)
-
-  def _put(self, variables: dict[Path, Any]) -> None:
-    for collection, tree in traverse_util.unflatten_dict(variables).items():
+  def _put(self, variables: dict[str, dict[str, Any]]) -> None:
+    for collection, tree in variables.items():
       for name, value in tree.items():
         self.put_variable(collection, name, value)
-
-
-def _fixed_key() -> jax.Array:
-  return jax.random.key(0, impl='threefry2x32')
 
 
 def _variables_of(module: nnx.Module, value_of: Callable[[Any], Any]) -> dict[Path, Any]:

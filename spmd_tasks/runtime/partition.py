@@ -14,6 +14,7 @@ The names follow Praxis' `partition_spmd_model` and T5X's partitioners.
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -31,7 +32,7 @@ from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_l
 from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.quantized import quantize
-from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope, spec_axes
+from spmd_tasks.sharding.specs import ShardingScope, check_axis_rules, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import Quantized, is_quantized, leaf_name, replicated_spec, unbox_weights, weight_specs
 
 Part = Callable[[TrainState], Any]  # selects a subtree of a TrainState, or of a tree with its structure
@@ -120,7 +121,7 @@ class PartitionedModel:
 
   def _jit_init(self, replace: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> Any:
     def init(rng, *arrays):
-      with self._scope():
+      with self.scope():
         variables = self._init_variables(rng)
         variables['params'] = replace(variables['params'], *arrays)
         state = self.task.init_state(variables, self.weight_specs, rng)
@@ -138,7 +139,7 @@ class PartitionedModel:
     layout = self.input_layout
 
     def train_step(padded_state, padded_batch):
-      with self._scope():
+      with self.scope():
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
         state, metrics = self.task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
@@ -203,7 +204,7 @@ class PartitionedModel:
     replicated = NamedSharding(self.mesh, PartitionSpec())
 
     def step(padded_variables, padded_batch, *arguments):
-      with self._scope():
+      with self.scope():
         outputs = function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout), *arguments)
         return output_layout.with_zero_rows(outputs) if output_spec else outputs
 
@@ -240,8 +241,10 @@ class PartitionedModel:
   def _conversions(self) -> dict[Part, Callable[[Any], Any]]:
     return {}
 
-  def _scope(self):
-    return sharding_scope(self.mesh, self.axis_rules, self.inputs_split_mapping)
+  def scope(self) -> contextlib.AbstractContextManager[ShardingScope]:
+    """Returns the context in which the task's methods are traced."""
+    variable_specs = self.state_specs.variables if self.task.explicit_axes else None
+    return sharding_scope(self.mesh, self.axis_rules, self.inputs_split_mapping, variable_specs)
 
   def _constrain(self, state: TrainState) -> TrainState:
     return _constrain(state, self.state_specs, self.mesh)
@@ -304,7 +307,8 @@ def partition_spmd_model(
     inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...) inside a step; None keeps inputs
       sharded on batch over the whole mesh.
     default_split_dim: split dim for the largest dim of weights without split dims, such as those of Linen's own layers,
-      if they have two dims or more. They are replicated if it is None or a name without an axis rule.
+      if they have two dims or more. They are replicated if it is None or a name without an axis rule, or if the task
+      has explicit axes.
 
   Raises a UserError if split dims, axis rules or the input mapping do not fit the mesh.
   """
@@ -318,10 +322,10 @@ def partition_spmd_model(
     return task.init_variables(rng, batch)
 
   key = jax.eval_shape(lambda: task.make_key(0))
-  with sharding_scope(mesh, axis_rules):
+  with sharding_scope(mesh, axis_rules, inputs_split_mapping, {} if task.explicit_axes else None):
     jitted_init = jax.jit(init_boxed)  # `init_variables` reuses its trace
     boxed = dict(jitted_init.trace(key).out_info)
-  has_rule = default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}
+  has_rule = not task.explicit_axes and default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}
   specs = task.mark_weights(weight_specs(boxed.pop('params'), default_split_dim if has_rule else None))
   non_trainable_specs = weight_specs(boxed)
 

@@ -29,7 +29,8 @@ from spmd_tasks.learning.learner import as_learner
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.sown_values import declared_updates, sown_values, warn_of_sown, without_sown
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
+from spmd_tasks.sharding.explicit_axes import explicitly
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS, resolved_linen_boxes
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -81,6 +82,11 @@ class BaseTask(Protocol):
   @property
   def max_consecutive_skips(self) -> int:
     return 1
+
+  @property
+  def explicit_axes(self) -> bool:
+    """Whether the model and the loss are called with explicit mesh axes (sharding/explicit_axes.py)."""
+    return False
 
   @property
   def shows_metrics(self) -> bool:
@@ -184,6 +190,8 @@ class Task(BaseTask):
     frozen_dtype: the dtype in which frozen kernels are stored: 'bfloat16', 'int8', 'nf4' or 'nf4_double'
       (sharding/quantized.py); None: float32.
     quantization: which Linears multiply in int8 or fp8, and how: see layers/quantized_products.py; None: none.
+    explicit_axes: call the model and the loss with explicit mesh axes (sharding/explicit_axes.py), for code that reads
+      or sets the sharding in the types of arrays. Weights without split dims are then replicated.
 
   Raises (on construction):
     UserError: a field has the wrong type; or `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
@@ -198,6 +206,7 @@ class Task(BaseTask):
   trained: tuple[str, ...] | None = None
   frozen_dtype: str | None = None
   quantization: str | Mapping[str, Any] | None = None
+  explicit_axes: bool = False
 
   def __post_init__(self):
     object.__setattr__(self, 'learner', as_learner(self.learner))
@@ -243,14 +252,18 @@ class Task(BaseTask):
 
     Leaves out sown values (sown_values.py). Logs once which arguments of the model keep their defaults.
     """
-    with self._model_errors(batch):
+
+    def init(variables: Variables, batch: Batch, rng: jax.Array) -> Variables:
       positional, named = self.arguments(batch, train=False)
       for argument in () if positional else signature_of(self.model).parameters.values():
         if argument.name not in named and argument.default is not argument.empty:
           warn_of_default(self.model, argument, 'make it an entry of the batch, or a field of the model')
       variables, sown = sown_values(self.model, {'params': rng}, *positional, **named)
-    warn_of_sown(type(self.model).__name__, frozenset(sown))
-    return without_sown(variables, sown)
+      warn_of_sown(type(self.model).__name__, frozenset(sown))
+      return without_sown(variables, sown)
+
+    with self._model_errors(batch), resolved_linen_boxes():
+      return explicitly(init, {}, batch, rng)
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the weights' WeightSpecs; frozen weights get the tag `frozen` and `frozen_dtype`.
@@ -266,8 +279,12 @@ class Task(BaseTask):
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
     """Returns the model's predictions without dropout; `apply` are further arguments of Linen's `Module.apply`."""
-    positional, named = self.arguments(batch, train=False)
-    return self._apply(variables | self.constants(variables, batch), *positional, **named, **apply)
+
+    def predict(variables: Variables, batch: Batch) -> Any:
+      positional, named = self.arguments(batch, train=False)
+      return self._apply(variables | self.constants(variables, batch), *positional, **named, **apply)
+
+    return explicitly(predict, variables, batch)
 
   def _apply(self, variables: Variables, *positional: Any, **named: Any) -> Any:
     with self.layer_context():
@@ -316,16 +333,19 @@ class Task(BaseTask):
 
     `rng` seeds dropout and is needed only if `train`.
     """
-    batch = self.prepare_batch(variables, batch)
-    if not train:
-      return self.loss.compute(self.predict(variables, batch), batch, train=False)
-    positional, named = self.arguments(batch, train=True)
-    rngs = {} if rng is None else {'dropout': rng}
-    mutable = [name for name in variables if name != 'params']
-    read = variables | self.constants(variables, batch)
-    predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
-    output = self.loss.compute(predictions, batch, train=True)
-    return output.replace(updated_variables=declared_updates(updated, variables))
+
+    def compute(variables: Variables, batch: Batch, rng: jax.Array | None) -> LossOutput:
+      if not train:
+        return self.loss.compute(self.predict(variables, batch), batch, train=False)
+      positional, named = self.arguments(batch, train=True)
+      rngs = {} if rng is None else {'dropout': rng}
+      mutable = [name for name in variables if name != 'params']
+      read = variables | self.constants(variables, batch)
+      predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
+      output = self.loss.compute(predictions, batch, train=True)
+      return output.replace(updated_variables=declared_updates(updated, variables))
+
+    return explicitly(compute, variables, self.prepare_batch(variables, batch), rng)
 
   def training_loss(self, variables: Variables, batch: Batch, rng: jax.Array) -> jax.Array:
     return self.compute_loss(variables, batch, train=True, rng=rng).loss

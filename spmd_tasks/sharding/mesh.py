@@ -83,7 +83,7 @@ class MeshSpec:
     return ici, dcn
 
   def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
+    """Builds the jax Mesh over `devices` (default: all). Its axes are automatic: the compiler shards arrays."""
     devices = list(jax.devices() if devices is None else devices)
     try:
       array = self.arrange(devices)

@@ -189,11 +189,26 @@ def infer_partition_spec_based_on_rank(
 
 @dataclasses.dataclass(frozen=True)
 class ShardingScope:
-  """The mesh and axis rules by which `constrain` resolves split dims, and the axes that split rows (`row_axes`)."""
+  """The mesh and axis rules by which `constrain` resolves split dims.
+
+  Attributes:
+    mesh, axis_rules: the mesh and the rules.
+    row_axes: the axes that split rows, see `row_axes`.
+    inputs_split_mapping: split dims of inputs by rank; None: inputs are sharded on batch over the whole mesh.
+    variable_specs: if the model and the loss are called with explicit axes (explicit_axes.py), the PartitionSpecs of
+      the model's variables, by collection; else None.
+  """
 
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
   row_axes: frozenset[str] = frozenset()
+  inputs_split_mapping: Mapping[str, SplitDims] | None = None
+  variable_specs: Mapping[str, Any] | None = None
+
+  @property
+  def has_explicit_axes(self) -> bool:
+    """Whether types of arrays have their sharding here."""
+    return AxisType.Explicit in self.mesh.axis_types
 
   def spec(self, split_dims: SplitDims) -> PartitionSpec:
     return split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)
@@ -209,7 +224,14 @@ class ShardingScope:
       shape: shape of the activation.
       is_even: whether features must be split evenly too, as for a `shard_map`.
     """
+    is_even = is_even or self.has_explicit_axes
     return even_spec(self.spec(split_dims), shape, self.mesh.shape, None if is_even else self.row_axes)
+
+  def place(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns an array of a traced program, sharded by a spec."""
+    if self.has_explicit_axes:
+      return jax.sharding.reshard(x, spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
   @property
   def device(self) -> Any:
@@ -242,20 +264,35 @@ _scopes = threading.local()
 
 @contextlib.contextmanager
 def sharding_scope(
-  mesh: Mesh | AbstractMesh, axis_rules: AxisRules, inputs_split_mapping: Mapping[str, SplitDims] | None = None
+  mesh: Mesh | AbstractMesh,
+  axis_rules: AxisRules,
+  inputs_split_mapping: Mapping[str, SplitDims] | None = None,
+  variable_specs: Mapping[str, Any] | None = None,
 ) -> Iterator[ShardingScope]:
   """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced.
 
-  Its `row_axes` include those of an enclosing scope.
+  Its `row_axes` include those of an enclosing scope. Outside of a mesh context the mesh is also JAX's, as in
+  `jax.set_mesh`: for a user's `jax.shard_map` without a mesh, or a sharding constraint to a PartitionSpec.
   """
-  previous = current_sharding_scope()
-  outer = frozenset() if previous is None else previous.row_axes
-  rows = outer | row_axes(mesh.axis_names, axis_rules, inputs_split_mapping)
-  scope = _scopes.current = ShardingScope(mesh, axis_rules, rows)
+  outer = current_sharding_scope()
+  rows = row_axes(mesh.axis_names, axis_rules, inputs_split_mapping) | (outer.row_axes if outer else frozenset())
+  scope = ShardingScope(mesh, axis_rules, rows, inputs_split_mapping, variable_specs)
+  context = jax.sharding.get_abstract_mesh()
+  if context.empty:
+    context = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+  with jax.sharding.use_abstract_mesh(context), scope_of(scope):
+    yield scope
+
+
+@contextlib.contextmanager
+def scope_of(scope: ShardingScope) -> Iterator[ShardingScope]:
+  """Context in which `scope` is the innermost scope."""
+  outer = current_sharding_scope()
+  _scopes.current = scope
   try:
     yield scope
   finally:
-    _scopes.current = previous
+    _scopes.current = outer
 
 
 def current_sharding_scope() -> ShardingScope | None:
@@ -284,7 +321,7 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
     return x
   if len(split_dims) != x.ndim:
     raise UserError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: give one entry per dim.')
-  return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, scope.activation_spec(split_dims, x.shape)))
+  return scope.place(x, scope.activation_spec(split_dims, x.shape))
 
 
 def gathered_axes(split_dims: SplitDims, token_split_dims: SplitDims) -> set[str]:
@@ -311,4 +348,4 @@ def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims
     return weight
   weight_axes = spec_axes(scope.spec(split_dims), weight.ndim)
   entries = [spec_entry([axis for axis in axes if axis not in gathered]) for axes in weight_axes]
-  return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*entries)))
+  return scope.place(weight, PartitionSpec(*entries))

@@ -6,18 +6,20 @@
 entry to the box for the dimension that it adds. `weight_specs` reads the specs back, also from abstract values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
 from flax import struct
 from flax.core import meta
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding.specs import SplitDim
+from spmd_tasks.sharding.specs import SplitDim, current_sharding_scope
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -98,7 +100,7 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
   num_input_dims: int | None = struct.field(pytree_node=False, default=None)
 
   def unbox(self) -> Any:
-    return self.value
+    return _with_declared_type(self.value, self.split_dims)
 
   def replace_boxed(self, val: Any) -> 'WeightBox':
     return self.replace(value=val)
@@ -110,6 +112,30 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
   def remove_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
     split_dims = (*self.split_dims[:index], *self.split_dims[index:][1:])  # `index` may be negative
     return self.replace(split_dims=split_dims, stacked=self.stacked - 1)
+
+
+@contextlib.contextmanager
+def resolved_linen_boxes() -> Iterator[None]:
+  """Context in which a model is initialized: the names in the boxes of Linen's `nn.with_partitioning` are split dims.
+
+  In the context of a mesh Linen otherwise takes them for mesh axes, and constrains the values.
+  """
+  originals = [(box, box.unbox) for box in (meta.Partitioned, nn.LogicallyPartitioned)]
+  for box, _ in originals:
+    box.unbox = lambda self, apply_constraint=True: _with_declared_type(self.value, self.names)
+  try:
+    yield
+  finally:
+    for box, unbox in originals:
+      box.unbox = unbox
+
+
+def _with_declared_type(value: Any, split_dims: tuple[SplitDim, ...]) -> Any:
+  """Returns a new weight with its split dims in its type, as a step gives it to a model with explicit axes."""
+  scope = current_sharding_scope()
+  if scope is None or not scope.has_explicit_axes:
+    return value
+  return scope.place(value, scope.activation_spec(split_dims, value.shape))
 
 
 class Quantized(struct.PyTreeNode, meta.AxisMetadata):

@@ -139,7 +139,7 @@ class FormulaRunner:
     task = self.task
 
     def evaluate(variables, batch):
-      with sharding_scope(self.model.mesh, self.model.axis_rules, self.model.inputs_split_mapping):
+      with self.model.scope():
         if has_formula(task):
           unlabeled = {name: rows for name, rows in batch.items() if name != 'labels'}
           predictions = task.predict(variables, batch)
@@ -227,7 +227,7 @@ class FormulaRunner:
 
     def total(trained):
       weights = fill_in(trained, variables['params'])
-      with sharding_scope(self.model.mesh, self.model.axis_rules, self.model.inputs_split_mapping):
+      with self.model.scope():
         output = _forward(self.task, variables | {'params': weights}, batch, rng)
       return factor * output.loss + aux_factor * output.aux_loss, output
 

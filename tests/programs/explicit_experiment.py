@@ -1,0 +1,80 @@
+"""A model with a kernel for explicit mesh axes, a loss that reads the sharding, and the same for `jax.set_mesh`."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+from spmd_tasks import Experiment, Task
+from tests.programs.nnx_experiment import batches
+
+
+def multiply(x, w):
+  """Computes x [B, D] @ w [D, F] by the columns of each device; the norm of all of them scales the result."""
+  y = x @ w
+  square = jax.lax.psum(jnp.sum(jnp.square(y), axis=-1, keepdims=True), 'mdl')
+  return y * jax.lax.rsqrt(square / (y.shape[-1] * jax.lax.axis_size('mdl')) + 1e-6)
+
+
+class Explicit(nn.Module):
+  """The sharding is in the types: `multiply` takes w as it is declared, and the second product names its own."""
+
+  width: int = 32
+
+  @nn.compact
+  def __call__(self, image):
+    init = nn.initializers.lecun_normal()
+    w = self.param('up', nn.with_partitioning(init, (None, 'mlp')), (100, self.width))
+    down = self.param('down', nn.with_partitioning(init, ('mlp', None)), (self.width, 10))
+    rows = jax.typeof(image).sharding.spec[0]  # ('replica', 'data')
+    x, columns = image.reshape(len(image), -1), P(None, 'mdl')
+    hidden = nn.relu(jax.shard_map(multiply, in_specs=(P(rows, None), columns), out_specs=P(rows, 'mdl'))(x, w))
+    return jnp.einsum('bf,fd->bd', hidden, down, out_sharding=P(rows, None))
+
+
+class InMeshContext(nn.Module):
+  """The same numbers, written for automatic axes in the context of a mesh."""
+
+  width: int = 32
+
+  @nn.compact
+  def __call__(self, image):
+    init = nn.initializers.lecun_normal()
+    w = self.param('up', nn.with_partitioning(init, (None, 'mlp')), (100, self.width))
+    down = self.param('down', nn.with_partitioning(init, ('mlp', None)), (self.width, 10))
+    rows, columns = P('data', None), P(None, 'mdl')
+    x = jax.lax.with_sharding_constraint(image.reshape(len(image), -1), rows)
+    hidden = nn.relu(jax.shard_map(multiply, in_specs=(rows, columns), out_specs=P('data', 'mdl'))(x, w))
+    return hidden @ down
+
+
+def loss(logits, batch):
+  losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch['label'], 10))
+  return losses.mean()
+
+
+def explicit_loss(logits, batch):
+  rows = jax.typeof(batch['label']).sharding.spec
+  assert jax.typeof(logits).sharding.spec == P(*rows, None), jax.typeof(logits)
+  return loss(logits, batch)
+
+
+class InContext(Experiment):
+  ici_mesh_shape = (1, 4, 2)
+  num_train_steps = 4
+  checkpoint_every = 2
+
+  def task(self):
+    return Task(model=InMeshContext(), loss=loss, learner=optax.adamw(0.01))
+
+  def train_input(self):
+    return batches(0)
+
+  def eval_inputs(self):
+    return {'valid': batches(1)}
+
+
+class Types(InContext):
+  def task(self):
+    return Task(model=Explicit(), loss=explicit_loss, learner=optax.adamw(0.01), explicit_axes=True)
