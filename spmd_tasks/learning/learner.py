@@ -26,7 +26,14 @@ from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaf_name, leaves_by_name, replicated_spec
+from spmd_tasks.sharding.weights import (
+  BALANCE_BIAS_TAG,
+  PINNED_HOST,
+  WEIGHT_FACTORS,
+  leaf_name,
+  leaves_by_name,
+  replicated_spec,
+)
 
 
 class LearnerState(struct.PyTreeNode):
@@ -144,6 +151,8 @@ class Learner(BaseLearner):
     num_microbatches: the number of microbatches into which a batch is split; see `accumulation.py`.
     accumulation: 'mean' gives the gradient of the full batch; 'sum' adds the microbatches' mean gradients, as T5X does.
     max_consecutive_skips: the training program stops after this many consecutive non-finite steps.
+    state_on_host: whether the optimizer's state is in the host's pinned memory between updates, which copy it to the
+      device and back. Numbers are the same.
   """
 
   optimizer: Optimizer | optax.GradientTransformation | optax.MultiSteps
@@ -154,6 +163,7 @@ class Learner(BaseLearner):
   num_microbatches: int = 1
   accumulation: Literal['mean', 'sum'] = 'mean'
   max_consecutive_skips: int = 10
+  state_on_host: bool = False
 
   def __post_init__(self):
     if isinstance(self.optimizer, optax.GradientTransformation | optax.MultiSteps):
@@ -308,8 +318,18 @@ class Learner(BaseLearner):
     """Returns a WeightSpec per leaf of the abstract state: moments and averages are split like their weights."""
     weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = _optimized(weight_specs, weight_specs)
+    opt_state = optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs)
+    if self.state_on_host:
+      if has_evaluation_weights(abstract_state.opt_state):
+        raise UserError(
+          f'learner.state_on_host is True, but evals need the state of {type(self.optimizer).__name__}: set it to '
+          'False, or choose an optimizer that evaluates the weights that it trains.'
+        )
+      opt_state = jax.tree.map(
+        lambda spec: dataclasses.replace(spec, memory_kind=PINNED_HOST) if spec.shape else spec, opt_state
+      )
     return abstract_state.replace(
-      opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs),
+      opt_state=opt_state,
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
       num_skipped=replicated_spec(abstract_state.num_skipped),
       num_skipped_in_a_row=replicated_spec(abstract_state.num_skipped_in_a_row),

@@ -28,6 +28,7 @@ from spmd_tasks.planning.operations import Array, Axes, Block, Operation, itemsi
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.sharding.specs import axes_of, num_parts, spec_axes
+from spmd_tasks.sharding.weights import PINNED_HOST
 
 
 def trace_step(model: PartitionedModel, step: CompiledStep | None = None) -> Block:
@@ -118,7 +119,8 @@ class _Walk:
     return Array(shape, getattr(aval, 'dtype', None), axes, parts, **fields)
 
   def argument(self, leaf: Any) -> Array:
-    return self.array(leaf, tuple(spec_axes(leaf.sharding.spec, len(leaf.shape))))
+    on_host = leaf.sharding.memory_kind == PINNED_HOST
+    return self.array(leaf, tuple(spec_axes(leaf.sharding.spec, len(leaf.shape))), on_host=on_host)
 
   def constant(self, value: Any) -> Array:
     if (

@@ -33,7 +33,15 @@ from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.quantized import quantize
 from spmd_tasks.sharding.specs import ShardingScope, check_axis_rules, sharding_scope, spec_axes
-from spmd_tasks.sharding.weights import Quantized, is_quantized, leaf_name, replicated_spec, unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import (
+  PINNED_HOST,
+  Quantized,
+  is_quantized,
+  leaf_name,
+  replicated_spec,
+  unbox_weights,
+  weight_specs,
+)
 
 Part = Callable[[TrainState], Any]  # selects a subtree of a TrainState, or of a tree with its structure
 
@@ -140,13 +148,14 @@ class PartitionedModel:
 
     def train_step(padded_state, padded_batch):
       with self.scope():
-        state = self._constrain(padding.unpad(padded_state, self.abstract_state))
+        on_device = _in_memory(padded_state, self.padded_state, jax.memory.Space.Device)
+        state = self._constrain(padding.unpad(on_device, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
         state, metrics = self.task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
         new_state = padding.pad(self._constrain(state), self.padded_state)
         if self.has_frozen_weights:  # reuse their buffers
           new_state = new_state.replace(weights=fill_in(self.trained_part(new_state).weights, padded_state.weights))
-        return new_state, metrics
+        return _in_memory(new_state, self.padded_state, jax.memory.Space.Host), metrics
 
     devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
     jitted = jax.jit(
@@ -357,9 +366,9 @@ def partition_spmd_model(
 
   state_specs = jax.tree_util.tree_map_with_path(partition_spec, leaf_specs)
 
-  def padded(leaf, spec):
+  def padded(leaf, leaf_spec, spec):
     shape = padding.padded_shape(leaf.shape, spec, mesh.shape)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_sharding(mesh, spec, leaf_spec))
 
   def canonical(leaf, leaf_spec, spec):
     shape = leaf_spec.canonical_shape
@@ -368,7 +377,7 @@ def partition_spmd_model(
       axes = spec_axes(spec, len(leaf.shape))
       spec = PartitionSpec(tuple(itertools.chain(*axes[:num_merged])), *axes[num_merged:])
     even = padding.evenly_divided_spec(shape, spec, mesh.shape)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, even))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_sharding(mesh, even, leaf_spec))
 
   return PartitionedModel(
     task=task,
@@ -378,7 +387,7 @@ def partition_spmd_model(
     weight_specs=specs,
     abstract_state=abstract_state,
     state_specs=state_specs,
-    padded_state=jax.tree.map(padded, abstract_state, state_specs),
+    padded_state=jax.tree.map(padded, abstract_state, leaf_specs, state_specs),
     canonical_state=jax.tree.map(canonical, abstract_state, leaf_specs, state_specs),
     input_layout=input_layout,
     _init_variables=init_variables,
@@ -389,6 +398,16 @@ def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:
   if isinstance(spec, Quantized):
     return quantize(weight, spec)
   return weight if weight.dtype == spec.dtype else weight.astype(spec.dtype)
+
+
+def _sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, leaf_spec: WeightSpec) -> NamedSharding:
+  return NamedSharding(mesh, spec, memory_kind=leaf_spec.memory_kind)
+
+
+def _in_memory(tree: Any, layout: Any, space: jax.memory.Space) -> Any:
+  """Copies the leaves that the layout stores in the host's memory to another space, or back to it."""
+  is_on_host = lambda target: target.sharding.memory_kind == PINNED_HOST
+  return jax.tree.map(lambda x, target: jax.device_put(x, space) if is_on_host(target) else x, tree, layout)
 
 
 def _shardings(tree: Any) -> Any:

@@ -33,6 +33,8 @@ QUANTIZED_DTYPES = ('int8', 'nf4', 'nf4_double')
 BALANCE_BIAS_TAG = 'balance_bias'
 # Tag of weights that were declared without split dims, and that `weight_specs` splits.
 SPLIT_BY_DEFAULT = 'split_by_default'
+# The memory kind of the host's memory that a device can copy to and from.
+PINNED_HOST = 'pinned_host'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class WeightSpec:
     stacked: the number of leading dims that count layers: one per `nn.scan`, two in a circular pipeline.
     num_input_dims: the number of input dims of one layer's matrix; the others are outputs: 1 for [D, F] and [D, H, K],
       2 for [H, K, D]. 0 for a weight that is not a matrix, such as a table; None if the layer does not declare it.
+    memory_kind: where it is stored between steps: PINNED_HOST, or None for the device's own memory.
   """
 
   shape: tuple[int, ...]
@@ -58,6 +61,7 @@ class WeightSpec:
   tags: tuple[str, ...] = ()
   stacked: int = 0
   num_input_dims: int | None = None
+  memory_kind: str | None = None
 
   def __post_init__(self):
     if self.split_dims is not None and len(self.split_dims) != len(self.shape):

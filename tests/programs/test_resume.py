@@ -39,6 +39,15 @@ def assert_same_run(resumed: Path, finished: Path, *, first_step: int) -> None:
   assert_same_arrays(saved_arrays(resumed, LAST_STEP), saved_arrays(finished, LAST_STEP))
 
 
+def test_the_optimizers_state_may_move_to_the_host(finished_job, tmp_path):
+  """On an uneven mesh; and back, from the checkpoint that such a job has saved."""
+  directory = begun_job(finished_job, tmp_path / 'job', 12)
+  changes = ('--accept_config_changes', '--set', 'task.learner.state_on_host=True')
+  assert train(directory, *changes, '--num_train_steps', '16') == 0
+  assert train(directory, '--accept_config_changes', '--set', 'task.learner.state_on_host=False') == 0
+  assert_same_run(directory, finished_job, first_step=13)
+
+
 def flip_a_byte(checkpoint: Path) -> None:
   """In the largest file below `state`: array data."""
   largest = max((path for path in (checkpoint / 'state').rglob('*') if path.is_file()), key=lambda p: p.stat().st_size)
