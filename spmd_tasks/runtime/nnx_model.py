@@ -194,16 +194,10 @@ class NnxModel(nn.Module):
     names = [field.name for field in dataclasses.fields(self) if field.name not in ('parent', 'name')]
     arguments = {name: getattr(self, name) for name in names}
     rngs = {'rngs': nnx.Rngs(key)} if self._takes_rngs else {}
+    # NNX asks isinstance(x, Union[jax.Array, ...]), which is false for tracers, and takes their arrays for constants.
+    nnx.register_data_type(type(key))
     with nnx.use_eager_sharding(False):  # the state is sharded as a whole, by the axis rules
-      module = self._nnx_class(**arguments, **rngs)
-    for path, node in nnx.iter_graph(module):
-      for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
-        if isinstance(value, jax.Array) and not nnx.is_data(value):  # a tracer: isinstance(tracer, Union[...]) is false
-          raise UserError(
-            f'{"/".join(map(str, (*path, name)))} of {type(self).__name__} is an array, which NNX does not include in '
-            'its state on Python 3.11: make it an nnx.Variable, or run Python 3.12 or newer.'
-          )
-    return module
+      return self._nnx_class(**arguments, **rngs)
 
   def _put(self, variables: dict[str, dict[str, Any]]) -> None:
     for collection, tree in variables.items():
