@@ -163,7 +163,7 @@ def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any
   """Compiles a step of bench_step.Case and runs it, launching every step without waiting for the previous one."""
   import jax
 
-  from spmd_tasks.runtime.flops import model_flops_per_train_step
+  from spmd_tasks.runtime.flops import model_flops
 
   start = time.perf_counter()
   stepper = make()
@@ -178,8 +178,7 @@ def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any
   seconds = (time.perf_counter() - start) / (count - warm)
   model, text = case.model, stepper.compiled.as_text()
   assert float(last) < losses[0], f'the loss does not fall: {losses[0]} to {last}'
-  variables = model.abstract_state.variables
-  flops = model_flops_per_train_step(model.task, model.input_layout.spec, variables, model.weight_specs)
+  flops = model_flops(model)
   kernels = ('__cudnn$fmha', 'triton', 'mosaic_gpu', 'cublas', ' conditional(')
   counts = ''.join(f', {text.count(name)} {name}' for name in kernels if name in text)
   note = f'{model.total_num_params / 1e9:.2f}B parameters, losses {losses[0]:.3f} to {float(last):.3f}{counts}'

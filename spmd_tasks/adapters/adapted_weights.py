@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import flax.linen as nn
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import WeightAdapter
 from spmd_tasks.layers.adapter import map_adapters
 from spmd_tasks.layers.linear import adapter_of
@@ -89,11 +90,17 @@ def add_adapters(
     adapter: the adapter; its `names` are ignored.
     setting: the name of the setting that has the patterns, for errors.
 
-  Raises a UserError, with similar names, if a pattern matches no name.
+  Raises a UserError, with similar names, if a pattern matches no name; or if no layer of the model can have an adapter.
   """
   import fiddle as fdl
 
   weights = adaptable_weights(model)
+  if not weights:
+    name = getattr(fdl.get_callable(model), '__name__', model)
+    raise UserError(
+      f'{setting} = {tuple(patterns)}: no layer of {name} can have an adapter: build it of Linear, attention and '
+      "feed-forward layers of spmd_tasks.layers. NNX modules have nnx.LoRALinear, trained by task.trained = ('lora_',)."
+    )
   names = matching_names(patterns, weights, setting=setting)
   projections_of_layer: dict[int, tuple[Any, list[str]]] = {}
   for name in names:

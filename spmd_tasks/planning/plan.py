@@ -35,7 +35,7 @@ from spmd_tasks.planning.targets import REMEDIES, Target, has_compiler, target_o
 from spmd_tasks.planning.traced_step import trace_step
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
-from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.runtime.flops import model_flops, peak_flops_per_device
 from spmd_tasks.runtime.parameter_table import ParameterRow, parameter_rows
 from spmd_tasks.runtime.tpu_options import invalid_option_error
 from spmd_tasks.sharding import AxisRules
@@ -77,12 +77,10 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
   mesh: Any = mesh_spec.build(target.devices()) if compiles else target.abstract_mesh(mesh_spec)
   model = partition_job(job, mesh)
   num_tokens = max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
-  model_flops = model_flops_per_train_step(
-    job.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
-  )
+  flops = model_flops(model)
   planned = {}
   for step in steps:
-    of_train = {'num_tokens': num_tokens, 'model_flops': model_flops} if step == 'train' else {}
+    of_train = {'num_tokens': num_tokens, 'model_flops': flops} if step == 'train' else {}
     if not compiles:
       planned[step] = estimate_step(job, model, target, **of_train)
       continue
@@ -108,7 +106,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), co
     'dcn_mesh': None if dcn_shape is None else dict(zip(mesh.axis_names, dcn_shape)),
     'num_params': model.total_num_params,  # without padding
     'tokens_per_step': num_tokens,
-    'model_flops': model_flops,  # on all devices; rematerialisation and padding are not counted
+    'model_flops': flops,  # on all devices; rematerialisation and padding are not counted
     'step': steps[0],
     **planned[steps[0]],
     'fits': False if False in fits else None if None in fits else True,

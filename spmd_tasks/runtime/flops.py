@@ -1,6 +1,6 @@
 """Counts the model FLOPs of a step in its jaxpr, and knows devices' peak FLOP/s, for model FLOPs utilization (MFU).
 
-    mfu = model_flops_per_train_step(...) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
+    mfu = model_flops(model) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
 
 Model FLOPs are the FLOPs that the mathematics needs, whatever the implementation does, as in PaLM (Chowdhery et al.
 2022, appendix B). Rematerialization, padding and elementwise operations do not count.
@@ -58,9 +58,17 @@ def peak_steps_per_second(model: PartitionedModel) -> float | None:
   """Returns the steps per second at an MFU of 1; None for unknown devices."""
   if (peak := peak_flops_per_device(jax.devices()[0].device_kind)) is None:
     return None
-  variables = model.abstract_state.variables
-  flops = model_flops_per_train_step(model.task, model.input_layout.spec, variables, model.weight_specs)
-  return peak * model.mesh.size / flops
+  return peak * model.mesh.size / model_flops(model)
+
+
+def model_flops(model: PartitionedModel) -> int:
+  """Counts the model FLOPs of a train step on all devices.
+
+  Our layers are traced without a sharding scope, so that what a shard pads does not count.
+  """
+  arguments = model.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
+  with model.scope() if model.task.explicit_axes else jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+    return model_flops_per_train_step(*arguments)
 
 
 def model_flops_per_train_step(

@@ -50,7 +50,7 @@ def explicitly(function: Callable[..., Any], variables: Any, batch: Any, *others
     jax.tree.map(row_spec, batch),
   )
   in_sharding = jax.tree.map(lambda x, spec: even_spec(spec, x.shape, mesh.shape), (variables, batch), specs)
-  explicit = dataclasses.replace(scope, mesh=with_explicit_axes(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh))
+  explicit = dataclasses.replace(scope, mesh=with_explicit_axes(mesh.abstract_mesh))
 
   def call(*arguments: Any) -> Any:
     with scope_of(explicit):

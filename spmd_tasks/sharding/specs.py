@@ -278,9 +278,7 @@ def sharding_scope(
   rows = row_axes(mesh.axis_names, axis_rules, inputs_split_mapping) | (outer.row_axes if outer else frozenset())
   scope = ShardingScope(mesh, axis_rules, rows, inputs_split_mapping, variable_specs)
   context = jax.sharding.get_abstract_mesh()
-  if context.empty:
-    context = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-  with jax.sharding.use_abstract_mesh(context), scope_of(scope):
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if context.empty else context), scope_of(scope):
     yield scope
 
 

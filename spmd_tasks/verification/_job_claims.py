@@ -173,7 +173,9 @@ def _compare_batches(recorder: _Recorder, batches: list[Batch]) -> list[Differen
   if count != len(batches):
     return [Difference(step=min(count, len(batches)) + 1, leaf=f'{count} batches were read')]
   return [
-    Difference(step=step, leaf=f'batch/{name}', difference=max_difference(recorded[name], values))
+    Difference(
+      step=step, leaf=f'batch/{name}', difference=max_difference(recorded[name], values.astype(recorded[name].dtype))
+    )
     for step, (recorded, batch) in enumerate(zip(recorder.read_batches, batches), 1)
     for name, values in batch.items()
   ]

@@ -1,5 +1,6 @@
 """A model with a kernel for explicit mesh axes, a loss that reads the sharding, and the same for `jax.set_mesh`."""
 
+import fiddle as fdl
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from spmd_tasks import Experiment, Task
+from spmd_tasks.layers import declare_weight
+from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.programs.nnx_experiment import batches
 
 
@@ -47,6 +50,38 @@ class InMeshContext(nn.Module):
     x = jax.lax.with_sharding_constraint(image.reshape(len(image), -1), rows)
     hidden = nn.relu(jax.shard_map(multiply, in_specs=(rows, columns), out_specs=P('data', 'mdl'))(x, w))
     return hidden @ down
+
+
+def feed(x, up, down):
+  """A feed-forward layer for explicit axes, x [B, T, D]."""
+  rows = P(jax.typeof(x).sharding.spec[0], None, None)
+  layer = lambda x, up, down: jax.lax.psum(nn.relu(x @ up) @ down, 'mdl')
+  return jax.shard_map(layer, in_specs=(rows, P(None, 'mdl'), P('mdl', None)), out_specs=rows)(x, up, down)
+
+
+class ExplicitFeed(nn.Module):
+  """One layer with explicit axes for a stack of ours."""
+
+  @nn.compact
+  def __call__(self, x):
+    init = nn.initializers.lecun_normal()
+    up = declare_weight(self, 'up', shape=(8, 32), init=init, split_dims=(None, 'mlp'))
+    down = declare_weight(self, 'down', shape=(32, 8), init=init, split_dims=('mlp', None))
+    specs = P(('replica', 'data')), P(None, 'mdl'), P('mdl', None)
+    return jax.sharding.explicit_axes(feed, in_sharding=specs)(x, up, down)
+
+
+class OwnFeed(SyntheticLanguageModel):
+  """A language model whose feed-forward layers have explicit axes."""
+
+  model_dims = 8
+  num_layers = 2
+  num_heads = 2
+  seq_len = 4
+  batch_size = 8
+
+  def ffn(self):
+    return fdl.Config(ExplicitFeed)
 
 
 def loss(logits, batch):

@@ -16,6 +16,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import partition_spmd_model
+from spmd_tasks.runtime.flops import model_flops
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 from tests import binary
 from tests.programs.nnx_experiment import batches
@@ -81,6 +82,24 @@ def test_other_meshes_and_automatic_axes_give_the_same_numbers(name, shape, over
     state, metrics = model.train_step(state, model.train_step.place(batch))
     losses.append(float(metrics['loss']))
   np.testing.assert_allclose(losses, losses_by_hand()[0], rtol=1e-5)
+
+
+def test_a_layer_of_a_stack_may_have_explicit_axes():
+  losses = []
+  for shape in ((1, 1, 1), (1, 4, 2)):
+    job = resolve(f'{MODULE}.OwnFeed').build()
+    model, iterator = partition_job(job, mesh_of(shape)), job.train_input.make_iterator()
+    state = model.init(0)
+    for _ in range(2):
+      state, metrics = model.train_step(state, model.train_step.place(next(iterator)))
+    losses.append([float(metrics['loss']), float(metrics['grad_norm'])])
+  np.testing.assert_allclose(losses[1:], losses[:1], rtol=1e-5)
+
+
+def test_model_flops_are_those_of_the_products():
+  for name in ('Types', 'InContext'):
+    model = partition_job(resolve(f'{MODULE}.{name}').build(), mesh_of((1, 4, 2)))
+    assert model_flops(model) == 3 * 2 * 60 * (100 * 32 + 32 * 10)
 
 
 def test_it_resumes_bit_for_bit(job_dir, tmp_path):

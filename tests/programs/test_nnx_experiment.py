@@ -2,6 +2,7 @@
 
 import functools
 
+import fiddle as fdl
 from flax import nnx
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 from spmd_tasks import Task, load
+from spmd_tasks.adapters import LowRankAdapter, add_adapters
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
@@ -120,6 +122,11 @@ def test_variables_have_readable_names_split_dims_and_padding(job_dir):
   }
 
 
+def test_a_fiddle_partial_is_a_model_too():
+  config = fdl.Config(Task, model=fdl.Partial(Classifier, width=30), loss=loss, learner=optax.adamw(0.01))
+  assert fdl.build(config).model == resolve(NAME).build().task.model
+
+
 def test_arguments_are_fields_of_the_config():
   job = resolve(NAME, ['task.model.width=26', 'task.model.rate=0.5']).build()
   assert partition_job(job).abstract_state.weights['outputs']['kernel'].shape == (26, 10)
@@ -162,6 +169,12 @@ def test_flax_adapters_are_trained_beside_frozen_kernels(dtype):
   assert np.any(before.weights['base']['lora']['lora_b'] != after.weights['base']['lora']['lora_b'])
   assert (before.non_trainable['batch_stats']['calls'], after.non_trainable['batch_stats']['calls']) == (0, 1)
   np.testing.assert_array_equal(after.non_trainable['Variable']['shift'], np.arange(10))
+
+
+def test_our_adapters_are_refused_with_those_of_flax():
+  config = fdl.Partial(Classifier, width=30)
+  with pytest.raises(UserError, match=r'no layer of Classifier can have an adapter.* nnx\.LoRALinear, trained by'):
+    add_adapters(config, ('hidden/',), LowRankAdapter(rank=2, alpha=4.0))
 
 
 class Writes(nnx.Module):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.flops import model_flops_per_train_step
+from spmd_tasks.runtime.flops import model_flops
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.runtime.uneven_experiments import AdamW
 from tests.tuning.low_rank_experiments import (
@@ -66,10 +66,7 @@ def test_frozen_weights_have_no_optimizer_state_and_are_sharded_and_padded_as_be
 def test_gradients_of_frozen_weights_are_not_computed():
   """A step has the products of the forward pass, of the inputs' gradients, and of the trained weights."""
   (plain, _), (model, _) = make_model(AdamW, (1, 1, 1), overrides=('num_layers=6',)), make_model(LowRank, (1, 1, 1))
-  full, low_rank = (
-    model_flops_per_train_step(m.task, m.input_layout.spec, m.abstract_state.variables, m.weight_specs)
-    for m in (plain, model)
-  )
+  full, low_rank = model_flops(plain), model_flops(model)
   frozen = sum(
     int(np.prod(leaf.shape)) for name, leaf in leaves(plain.abstract_state.weights).items() if 'kernel' in name
   )
