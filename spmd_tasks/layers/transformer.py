@@ -32,6 +32,7 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   current_layer_scope,
+  declare_weight,
   dropout,
   layer_scope,
   run_layer,
@@ -161,6 +162,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
     parallel: whether `ffn` reads what `attention` reads, attention_norm(x), and there is no `ffn_norm`:
       x + attention(norm(x)) + ffn(norm(x)) (GPT-J: Wang and Komatsuzaki, 2021; PaLM, Cohere).
     residual_multiplier: factor of each sublayer's output before it is added (Granite).
+    output_scale: whether the block's output is multiplied by a weight `output_scale` [1] that is not trained (Gemma 4).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
     activation_split_dims: of the residual stream.
@@ -174,6 +176,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
   post_norm: bool = False
   parallel: bool = False
   residual_multiplier: float = 1.0
+  output_scale: bool = False
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
@@ -213,6 +216,10 @@ class TransformerBlock(WithSublayers, kw_only=True):
       x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, arguments, token_mask)
     ffn_ids = segment_ids if token_mask is None else token_mask.astype(jnp.int32)  # id 0 is padding
     x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask, normed)
+    if self.output_scale:
+      ones, tags = jax.nn.initializers.ones, ('no_decay',)
+      scale = declare_weight(self, 'output_scale', shape=(1,), init=ones, split_dims=(None,), tags=tags)
+      x = x * jax.lax.stop_gradient(scale).astype(x.dtype)[None, None, :]
     return x, {**attention_aux, **cross_aux, **aux}
 
   @nn.nowrap

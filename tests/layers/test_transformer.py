@@ -71,6 +71,12 @@ def test_a_parallel_block_with_factors_of_its_sublayers(rng):
   with pytest.raises(ValueError, match='parallel=True needs pre_norm=True'):
     block.clone(pre_norm=False)
 
+  def scaled(scale):
+    return block.clone(output_scale=True).apply({'params': {**weights, 'output_scale': scale}}, x, None, positions)[0]
+
+  np.testing.assert_allclose(scaled(np.full(1, 0.7, np.float32)), 0.7 * actual, atol=1e-5)
+  assert not jax.grad(lambda scale: scaled(scale).sum())(np.ones(1, np.float32))
+
 
 def test_remat_policies_keep_less_and_less():
   """Bytes of the device, then of the host, that the forward pass hands to the backward pass, by policy in order."""

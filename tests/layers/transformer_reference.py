@@ -69,12 +69,14 @@ def attention(
   temperature=lambda position: 1.0,
   qk_norm=False,
   norms_rotated=False,
+  normalizes_values=False,
   epsilon=1e-6,
   clip=np.inf,
   logit_cap=None,
   scale=None,
 ):
   """X [B, T, D] -> [B, T, D], one query at a time."""
+  weights = {'value': weights['key'], **weights}
   kernels = {name: weights[name]['kernel'] for name in ('query', 'key', 'value', 'out')}
   biases = {name: weights[name].get('bias', 0.0) for name in kernels}
   num_heads, num_kv_heads = kernels['query'].shape[1], kernels['key'].shape[1]
@@ -87,6 +89,8 @@ def attention(
     scales = [
       weights[f'{name}_norm']['scale'] if f'{name}_norm' in weights else np.ones(1) for name in ('query', 'key')
     ]
+    if normalizes_values:
+      value = rms_norm(value, np.ones(1), epsilon)
     if qk_norm and not norms_rotated:
       query, key = (rms_norm(x, scale, epsilon) for x, scale in zip((query, key), scales, strict=True))
     query, key, value = (x.clip(-clip, clip) for x in (query, key, value))

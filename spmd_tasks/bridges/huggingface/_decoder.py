@@ -123,6 +123,7 @@ class Decoder:
     num_heads: H.
     num_kv_heads: G; 0 stands for H.
     head_dim: K; 0 stands for D / H.
+    full_kv_heads, full_head_dim: G and K of layers without a window; 0 stands for the same as of the others.
     hidden_dim: F of the layers without experts; if there are none, F of an expert.
     activation, gated, mlp_bias: settings of the feed-forward sublayers.
     norm, norm_eps: the kind of norm, one of NORMS, and its epsilon.
@@ -144,6 +145,9 @@ class Decoder:
     qkv_bias, out_bias: whether the attention projections have biases.
     qk_norm: 'head' normalizes queries and keys per head, 'flat' over all heads of a token, 'rotated' per head after
       the rotation, 'unscaled' likewise without scales and not in unrotated layers; None does not normalize.
+    value_norm: whether values are normalized per head, without scales.
+    values_from_keys: whether the values of layers without a window are the projected keys.
+    output_scale: whether blocks have a scale of their output.
     clip_qkv, softmax_scale, sinks: settings of Attention.
     latent: the sizes of LatentAttention; None for Attention.
     window: the attention window of windowed layers.
@@ -165,6 +169,8 @@ class Decoder:
   num_heads: int
   num_kv_heads: int = 0
   head_dim: int = 0
+  full_kv_heads: int = 0
+  full_head_dim: int = 0
   hidden_dim: int
   activation: str = 'silu'
   gated: bool = True
@@ -192,6 +198,9 @@ class Decoder:
   qkv_bias: bool = False
   out_bias: bool = False
   qk_norm: str | None = None
+  value_norm: bool = False
+  values_from_keys: bool = False
+  output_scale: bool = False
   clip_qkv: float | None = None
   softmax_scale: float | None = None
   sinks: bool = False
@@ -228,6 +237,13 @@ class Decoder:
       object.__setattr__(self, 'head_dim', self.latent.nope_head_dim + self.latent.rope_head_dim)
     object.__setattr__(self, 'num_kv_heads', self.num_kv_heads or self.num_heads)
     object.__setattr__(self, 'head_dim', self.head_dim or self.embed_dim // self.num_heads)
+    for name, full_name in (('num_kv_heads', 'full_kv_heads'), ('head_dim', 'full_head_dim')):
+      if not getattr(self, full_name) or all(self.windowed):
+        object.__setattr__(self, full_name, getattr(self, name))
+      if not any(self.windowed):
+        object.__setattr__(self, name, getattr(self, full_name))
+    if all(self.windowed):
+      object.__setattr__(self, 'values_from_keys', False)
     if not any(self.windowed):
       object.__setattr__(self, 'chunked', False)
     if all(self.unrotated):  # as without rotary positions
@@ -329,6 +345,7 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
     pre_norm=decoder.pre_norm,
     post_norm=decoder.post_norm,
     parallel=decoder.parallel,
+    output_scale=decoder.output_scale,
     residual_multiplier=decoder.residual_multiplier,
   )
 
@@ -342,8 +359,10 @@ def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Att
     settings['temperature'] = decoder.temperature
   return Attention(
     num_heads=decoder.num_heads,
-    num_kv_heads=decoder.num_kv_heads,
-    head_dim=decoder.head_dim,
+    num_kv_heads=decoder.num_kv_heads if kind.windowed else decoder.full_kv_heads,
+    head_dim=decoder.head_dim if kind.windowed else decoder.full_head_dim,
+    value_norm=RmsNorm(epsilon=decoder.norm_eps, use_scale=False, dtype=dtype) if decoder.value_norm else None,
+    values_from_keys=decoder.values_from_keys and not kind.windowed,
     rotary=rotary if is_rotated else None,
     qk_norm=_qk_norm(decoder, dtype, rotated=is_rotated),
     norms_rotated=is_rotated and decoder.qk_norm in ('rotated', 'unscaled'),

@@ -133,6 +133,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     pre_norm=blocks[0].pre_norm,
     post_norm=blocks[0].post_norm,
     parallel=blocks[0].parallel,
+    output_scale=blocks[0].output_scale,
     positions=None if model.positions is None else model.positions.max_len,
     mixture=mixture,
     mixed=mixed[num_encoder_layers:],
@@ -175,14 +176,20 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     latent = _same_fields(Latent, first)
     biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
     return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
+  sizes = {}
+  for attention in (first, *attentions):
+    names = ('num_kv_heads', 'head_dim') if attention.window or attention.chunk else ('full_kv_heads', 'full_head_dim')
+    values = attention.num_kv_heads or first.num_heads, attention.head_dim or embed_dim // first.num_heads
+    sizes |= dict(zip(names, values, strict=True))
   windows = [attention.window or attention.chunk for attention in attentions]
   rotated = [attention for attention in attentions if attention.rotary is not None] or [first]
   local = next((attention for attention in rotated if attention.window or attention.chunk), None)
   full = next((attention for attention in rotated if not (attention.window or attention.chunk)), rotated[0])
   return {
     'num_heads': first.num_heads,
-    'num_kv_heads': first.num_kv_heads or first.num_heads,
-    'head_dim': first.head_dim or embed_dim // first.num_heads,
+    **sizes,
+    'value_norm': first.value_norm is not None,
+    'values_from_keys': any(attention.values_from_keys for attention in attentions),
     'attention_cap': first.logit_cap,
     'rotary': _canonical_rotary(full.rotary),
     'local_rotary': None if local is None else _canonical_rotary(local.rotary),

@@ -30,11 +30,13 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
   EqualInLayers,
   FullUnrotated,
+  Gemma4Layers,
   Granite4Rope,
   GraniteExperts,
   GraniteLayers,
   Llama4Temperature,
   NextnHeads,
+  NoLayer,
   OriginalLength,
   PhiGates,
   QueryScale,
@@ -443,6 +445,31 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={'scaled_embedding': True, 'norm_plus_one': True},
     inert=('hidden_activation',),
+  ),
+  'gemma4_text': Family(
+    architecture='Gemma4ForCausalLM',
+    keys=(
+      *_sizes(262_144, 2304, 9216, 30, 8, 4, 256, tied=True),
+      activation('hidden_activation', 'gelu_pytorch_tanh'),
+      Rope(1e6, 10_000.0, default={'rope_type': 'proportional', 'partial_rotary_factor': 0.25}),
+      LayerTypes(_every_but(6), default_window=512),
+      Gemma4Layers(),
+      attention_bias(),
+      Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
+      FixedKey('use_bidirectional_attention', None, (False, 'vision')),
+      NoLayer('hidden_size_per_layer_input', 256, 0, 'embeddings of the tokens for each layer'),
+      NoLayer('num_kv_shared_layers', 0, 0, 'attention that reads the keys and values of an earlier layer'),
+      NoLayer('enable_moe_block', False, False, 'a network beside experts, each with norms of its own'),
+    ),
+    fixed={
+      **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
+      'softmax_scale': 1.0,
+    },
+    inert=(
+      *('hidden_act', 'vocab_size_per_layer_input', 'use_double_wide_mlp', 'moe_intermediate_size', 'num_experts'),
+      'top_k_experts',
+    ),
+    names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'qwen2_moe': Family(
     architecture='Qwen2MoeForCausalLM',
@@ -899,10 +926,9 @@ ALIASES = {'kimi_k2': 'deepseek_v3'}
 # Multimodal models whose text model is read: model type -> architecture, and the text's model type if it is not named.
 WRAPPERS = {
   'gemma3': ('Gemma3ForConditionalGeneration', 'gemma3_text'),
+  'gemma4': ('Gemma4ForConditionalGeneration', 'gemma4_text'),
   'mistral3': ('Mistral3ForConditionalGeneration', 'mistral'),
   'llama4': ('Llama4ForConditionalGeneration', 'llama4_text'),
-  'cohere2_vision': ('Cohere2VisionForConditionalGeneration', 'cohere2'),
-  'aya_vision': ('AyaVisionForConditionalGeneration', 'cohere2'),
   'kimi_k25': ('KimiK25ForConditionalGeneration', 'deepseek_v3'),
   'internvl': ('InternVLForConditionalGeneration', 'qwen2'),
   'llava': ('LlavaForConditionalGeneration', 'llama'),
@@ -914,8 +940,8 @@ WRAPPER_KEYS = (
   *('text_config', 'tie_word_embeddings', 'vision_config', 'audio_config', 'mm_tokens_per_image'),
   *('boi_token_index', 'eoi_token_index', 'image_token_index', 'eoa_token_index', 'image_seq_length'),
   *('projector_hidden_act', 'vision_feature_layer', 'vision_feature_select_strategy', 'multimodal_projector_bias'),
-  *('spatial_merge_size', 'downsample_factor', 'downsample_ratio', 'alignment_intermediate_size'),
-  *('adapter_layer_norm_eps', 'image_grid_pinpoints', 'projection_hidden_size', 'projection_layer_norm_eps'),
+  *('spatial_merge_size', 'downsample_ratio', 'image_grid_pinpoints'),
+  *('projection_hidden_size', 'projection_layer_norm_eps'),
   *('hidden_size', 'pad_token_id', 'use_image_newline_parameter'),
 )
 

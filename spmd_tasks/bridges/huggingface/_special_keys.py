@@ -33,6 +33,7 @@ from spmd_tasks.layers.attention import (
   RotaryScaling,
   YarnScaling,
 )
+from spmd_tasks.layers.attention.rotary_scaling import ProportionalScaling
 from spmd_tasks.layers.attention.temperature import Temperature
 
 NEXTN_KEY = 'num_nextn_predict_layers'
@@ -423,6 +424,63 @@ class PhiGates:
     return {'router_jitter_noise': decoder.mixture.routing.gate_margin / 2}
 
 
+@dataclasses.dataclass(frozen=True)
+class NoLayer:
+  """A key that must have one value, because another needs a layer that is not supported, which errors name."""
+
+  key: str
+  default: Any
+  value: Any
+  layer: str
+
+  def read(self, config: Config, known: Values) -> Values:
+    value = config.read(self.key, (bool, int), self.default)
+    if value != self.value:
+      raise UserError(
+        f'{config.path} has {self.key} = {value!r}, which needs a layer that is not supported: {self.layer}.'
+      )
+    return {}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: self.value}
+
+
+class Gemma4Layers:
+  """What differs in the layers without a window of Gemma 4, of which the last layer is always one.
+
+  It is `global_head_dim` and `num_global_key_value_heads` in published folders, and `per_layer_config` in those that
+  transformers writes.
+  """
+
+  _SIZES = {'head_dim': 'full_head_dim', 'num_key_value_heads': 'full_kv_heads'}
+
+  def read(self, config: Config, known: Values) -> Values:
+    windowed = (*known['windowed'][:-1], False)
+    full = {str(layer) for layer, is_windowed in enumerate(windowed) if not is_windowed}
+    shares = config.read('attention_k_eq_v', bool, False)
+    sizes: Mapping[str, Any] = {'head_dim': config.read('global_head_dim', int, 512)}
+    if (num_heads := config.read('num_global_key_value_heads', int, None)) and shares:
+      sizes = {**sizes, 'num_key_value_heads': num_heads}
+    if per_layer := config.read('per_layer_config', dict, {}):
+      sizes = next(iter(per_layer.values()))
+      if {*map(str, per_layer)} != full or any(other != sizes for other in per_layer.values()):
+        raise config.error('per_layer_config', 'must have the same settings for all layers of full attention alone')
+      if sizes.keys() - self._SIZES.keys():
+        raise config.error('per_layer_config', f'must set {" and ".join(self._SIZES)} alone')
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
+      raise UserError(f'{config.path} has {sizes} for layers of full attention, which must be positive numbers.')
+    window = known['window'] if any(windowed) else None
+    values: Values = {'windowed': windowed, 'window': window, 'values_from_keys': shares}
+    return values | {self._SIZES[key]: size for key, size in sizes.items()}
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.windowed[-1]:
+      raise UserError('the last layer has a window, which this family does not have there.')
+    sizes = {key: getattr(decoder, field) for key, field in self._SIZES.items()}
+    full = [str(layer) for layer, is_windowed in enumerate(decoder.windowed) if not is_windowed]
+    return {'attention_k_eq_v': decoder.values_from_keys, 'per_layer_config': dict.fromkeys(full, sizes)}
+
+
 class QueryScale:
   """`query_pre_attn_scalar`: attention logits are divided by its square root."""
 
@@ -543,6 +601,7 @@ _SCALINGS: dict[str, type[RotaryScaling]] = {
   'llama3': Llama3Scaling,
   'yarn': YarnScaling,
   'longrope': LongRopeScaling,
+  'proportional': ProportionalScaling,
 }
 _ORIGINAL_LENGTH = 'original_max_position_embeddings'
 # Fields of the scalings -> their keys, if the names differ.
@@ -552,6 +611,7 @@ _KEYS = {
   'high_frequency_factor': 'high_freq_factor',
   'short_factors': 'short_factor',
   'long_factors': 'long_factor',
+  'fraction': 'partial_rotary_factor',
 }
 _REQUIRED = ('low_freq_factor', 'high_freq_factor')  # in transformers; our fields have defaults
 _NUMBER = (int, float)
@@ -621,7 +681,8 @@ class Rope:
     if parameters and not {'full_attention', 'sliding_attention'} <= parameters.keys():
       raise config.error('rope_parameters', "must have the keys 'full_attention' and 'sliding_attention'")
     local_defaults = defaults | {'rope_theta': config.read('rope_local_base_freq', float, self.local_theta)}
-    full, local = parameters.get('full_attention') or old_parameters, parameters.get('sliding_attention') or {}
+    full = parameters.get('full_attention') or old_parameters or self.default
+    local = parameters.get('sliding_attention') or {}
     return {
       'rotary': read_rotary(defaults | full, head_dim, lengths, config),
       'local_rotary': read_rotary(local_defaults | local, head_dim, lengths, config),
@@ -701,6 +762,8 @@ def read_rotary(
     raise UserError(f'{subject} with rope_theta = {theta!r}, which must be positive and finite.')
   if kind not in ('default', *_SCALINGS):
     raise UserError(f'{subject} of type {kind!r}, which must be one of {", ".join(_SCALINGS)}.')
+  if kind == 'proportional':
+    values['partial_rotary_factor'], partial = partial, 1.0
   scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, subject)
   if kind == 'default':
     values.pop(_ORIGINAL_LENGTH, None)  # has no effect without a scaling

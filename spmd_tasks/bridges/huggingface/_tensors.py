@@ -99,10 +99,14 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     for their_norm, our_norm, is_there in block_norms:
       for theirs, ours in norm_weights if is_there else ():
         yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
-    yield from (_attention if decoder.latent is None else _latent_attention)(layer, decoder, names)
-    # Multi-token prediction heads follow the last layer, and are like it.
-    is_mixed = decoder.mixed[min(i, decoder.num_layers - 1)]
-    yield from _experts(layer, decoder, names) if is_mixed else _feed_forward(layer, decoder, names)
+    kind = min(i, decoder.num_layers - 1)  # multi-token prediction heads follow the last layer, and are like it
+    if decoder.latent is not None:
+      yield from _latent_attention(layer, decoder, names)
+    else:
+      yield from _attention(layer, decoder, names, is_windowed=decoder.windowed[kind])
+    if decoder.output_scale:
+      yield layer.rule('layer_scalar', 'output_scale')
+    yield from _experts(layer, decoder, names) if decoder.mixed[kind] else _feed_forward(layer, decoder, names)
     if i >= decoder.num_layers:
       head = dataclasses.replace(layer, slot=LayerSlot(f'nextn_{i - decoder.num_layers}/', (), slot.block))
       yield head.rule('enorm.weight', 'embedding_norm/scale')
@@ -124,13 +128,18 @@ class _LayerRules:
     return Rule(self.prefix + source, [(self.slot.prefix + name, *index) for name in targets], *operations)
 
 
-def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
-  heads, rotary = split_heads(decoder.head_dim), decoder.rotary
-  num_rotating = (rotary and rotary.num_features) or decoder.head_dim
-  rotated = (pairs_to_halves(num_rotating, decoder.head_dim),) if names.interleaved else ()
+def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_windowed: bool) -> Iterator[Rule]:
+  head_dim, num_kv_heads = decoder.full_head_dim, decoder.full_kv_heads
+  if is_windowed:
+    head_dim, num_kv_heads = decoder.head_dim, decoder.num_kv_heads
+  heads, rotary = split_heads(head_dim), decoder.rotary
+  num_rotating = (rotary and rotary.num_features) or head_dim
+  rotated = (pairs_to_halves(num_rotating, head_dim),) if names.interleaved else ()
   projections = [('query', names.query, rotated), ('key', names.key, rotated), ('value', names.value, ())]
+  if decoder.values_from_keys and not is_windowed:
+    projections.pop()
   if names.qkv is not None:
-    sizes = tuple(n * decoder.head_dim for n in (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads))
+    sizes = tuple(n * head_dim for n in (decoder.num_heads, num_kv_heads, num_kv_heads))
     kernels = [f'attention/{ours}/kernel' for ours, _, _ in projections]
     yield layer.rule(f'{names.qkv}.weight', kernels, SplitDim(-2, sizes), _TRANSPOSE, heads)
   else:

@@ -299,9 +299,8 @@ def _tensors(
     tensors |= dict.fromkeys(family.table_copies, tensors[family.names.table])
   copies = family.nextn_copies(decoder) if origin is None else origin.nextn_copies
   tensors |= {name: tensors[first] for name, first in copies.items()}
-  if origin is None:
-    return tensors | {name: lazy_array(np.float32(value)) for name, value in family.constant_tensors(decoder).items()}
-  return tensors | origin.unused_nextn_tensors | origin.constants
+  tensors |= {name: lazy_array(np.float32(value)) for name, value in family.constant_tensors(decoder).items()}
+  return tensors if origin is None else tensors | origin.unused_nextn_tensors | origin.constants
 
 
 def _config(

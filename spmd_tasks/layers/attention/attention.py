@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, S sequence of the encoder, D model, H query heads, G key/value heads, K head dim.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -52,6 +53,9 @@ class Attention(WithSublayers, kw_only=True):
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020). A template
       in place of True configures the norm: `num_dims=2` normalizes over all heads, with scales [H, K] and [G, K]
       (OLMo 2), which are split as the kernels are.
+    value_norm: template of a norm of the values, per head; None: none.
+    values_from_keys: whether values are the projected keys, before their norm and rotation (Gemma 4's full layers);
+      there is no `value` kernel then.
     norms_rotated: whether `qk_norm` is applied after the rotation instead (Hunyuan, Llama 4).
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     position_bias: this layer's RelativePositionBias; None: the call's `position_bias`, which all layers share, if any.
@@ -94,6 +98,8 @@ class Attention(WithSublayers, kw_only=True):
   temperature: Temperature | None = None
   qk_norm: bool | RmsNorm = False
   norms_rotated: bool = False
+  value_norm: RmsNorm | None = None
+  values_from_keys: bool = False
   clip_qkv: float | None = None
   position_bias: nn.Module | None = None
   softmax_scale: float | None = None
@@ -118,7 +124,10 @@ class Attention(WithSublayers, kw_only=True):
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   adapters: tuple[Any, ...] = ()
 
-  adaptable = staticmethod(lambda layer: kernels('query', 'key', 'value', 'out'))
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see layers/adapter.py."""
+    return kernels('query', 'key', *([] if layer.values_from_keys else ['value']), 'out')
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
@@ -142,10 +151,10 @@ class Attention(WithSublayers, kw_only=True):
       if (bound := getattr(self, name)) is not None and not 0 < bound < float('inf'):
         raise UserError(f'{name}={bound} must be positive, or None for no bound.')
     check_gradient_keys(self.gradient_keys)
-    if self.qk_clip is not None and (self.qk_norm or self.adapters):
+    if self.qk_clip is not None and (self.qk_norm or self.adapters or self.values_from_keys):
       raise UserError(
-        'qk_clip scales whole query and key kernels, so it does not support adapters, nor qk_norm, which bounds the '
-        'logits itself: unset one of them.'
+        'qk_clip scales whole query and key kernels, so it does not support adapters, values_from_keys, nor qk_norm, '
+        'which bounds the logits itself: unset one of them.'
       )
     super().__post_init__()
 
@@ -211,7 +220,11 @@ class Attention(WithSublayers, kw_only=True):
       if source is None:
         raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
       kv = (num_kv_heads, head_dim), self.kv_split_dims, self.kv_activation_split_dims
-      key, value = (project(self, name, source, *kv, scale=self.init_scale) for name in ('key', 'value'))
+      names = ('key',) if self.values_from_keys else ('key', 'value')
+      projected = [project(self, name, source, *kv, scale=self.init_scale) for name in names]
+      key, value = projected[0], projected[-1]
+      if self.value_norm is not None:
+        value = self.value_norm.copy(name='norm_of_values')(value)
       if self.qk_norm and not self.norms_rotated:
         key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:

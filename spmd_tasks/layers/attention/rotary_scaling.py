@@ -29,6 +29,22 @@ class LinearScaling(RotaryScaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalScaling(RotaryScaling):
+  """Rotates only a fraction of the pairs, the first, with the frequencies of all (Gemma 4: 2026; "proportional").
+
+  Fields:
+    fraction: of the pairs ("partial_rotary_factor").
+  """
+
+  factor: float = 1.0
+  fraction: float = 1.0
+
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    (num_pairs,) = frequencies.shape
+    return jnp.where(jnp.arange(num_pairs) < int(self.fraction * 2 * num_pairs // 2), frequencies / self.factor, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RotaryScaling):
   """Divides low frequencies by `factor`, keeps high ones, and interpolates between (Llama 3.1: 2024; "llama3").
 

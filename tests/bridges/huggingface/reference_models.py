@@ -44,7 +44,7 @@ def quiet_transformers():
 
 
 def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any], float]):
-  """Returns a model of transformers with random weights, centered at 1 for norms.
+  """Returns a model of transformers with random weights, centered at 1 for norms and scalars.
 
   Args:
     kind: the name of the Auto class.
@@ -60,9 +60,9 @@ def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any]
   config._experts_implementation = 'eager'
   model = getattr(quiet_transformers(), kind).from_config(config, dtype=torch.float32).eval()
   with torch.no_grad():
-    biases = [item for item in model.named_buffers() if 'e_score_correction_bias' in item[0]]
-    for key, value in [*model.named_parameters(), *biases]:
-      value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key))
+    buffers = [item for item in model.named_buffers() if item[0].endswith(('e_score_correction_bias', 'layer_scalar'))]
+    for key, value in [*model.named_parameters(), *buffers]:
+      value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key or 'scalar' in key))
   return model
 
 

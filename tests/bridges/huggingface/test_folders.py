@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array
-from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.bridges.huggingface import PretrainedLanguageModel, open_folder
 from spmd_tasks.bridges.huggingface._config_keys import Config
 from spmd_tasks.bridges.huggingface._decoder import build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model
-from spmd_tasks.bridges.huggingface._families import FAMILIES
+from spmd_tasks.bridges.huggingface._families import FAMILIES, WRAPPERS
 from spmd_tasks.bridges.huggingface._safetensors import new_folder
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.errors import UserError
@@ -159,6 +159,43 @@ def test_the_text_model_of_a_multimodal_model(prefix, tmp_path, rng):
   )
   with pytest.raises(UserError, match='scent_config'):
     open_folder(tmp_path / 'model')
+
+
+@pytest.mark.parametrize('wrapper, text', [('mistral3', 'ministral3'), ('llama4', 'llama4_text'), ('llava', 'llama')])
+def test_the_text_config_of_other_wrappers(wrapper, text, tmp_path):
+  config = {'model_type': wrapper, 'architectures': [WRAPPERS[wrapper][0]], 'vision_config': {}}
+  (tmp_path / 'config.json').write_text(json.dumps(config | {'text_config': CONFIGS[text]}))
+  folder = open_folder(tmp_path)
+  assert folder.is_text_part
+  assert folder.decoder == decoder_of(CONFIGS[text])
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
+  own_code = {'auto_map': {'AutoModelForCausalLM': 'modeling_deepseek.DeepseekV3ForCausalLM'}}
+  config = {'model_type': 'kimi_k2', 'architectures': ['DeepseekV3ForCausalLM'], **own_code}
+  (tmp_path / 'config.json').write_text(json.dumps(CONFIGS['deepseek_v3'] | config))
+  folder = open_folder(tmp_path)
+  assert folder.decoder == decoder_of(CONFIGS['deepseek_v3'])
+  assert folder.family is FAMILIES['deepseek_v3']
+
+
+def test_a_model_with_few_positions_has_rows_of_as_many_tokens(tmp_path, rng):
+  write_folder(tmp_path / 'model', 'gpt2', rng)
+  assert PretrainedLanguageModel(model=str(tmp_path / 'model')).seq_len == 256
+  assert PretrainedLanguageModel(model=str(tmp_path / 'model'), seq_len=300).seq_len == 300  # which is an error later
+  write_folder(tmp_path / 'other', 'llama', rng)
+  assert PretrainedLanguageModel(model=str(tmp_path / 'other')).seq_len == PretrainedLanguageModel.seq_len
+
+
+def test_constants_of_a_family_are_written_and_checked(tmp_path, rng):
+  model, _ = write_folder(tmp_path / 'model', 'apertus', rng)
+  beta = 'model.layers.1.mlp.act_fn.beta'
+  rewrite(tmp_path / 'model', lambda name: name)
+  open_folder(tmp_path / 'model').lazy_weights(model, abstract_weights(model))
+  assert load_file(tmp_path / 'model' / 'model.safetensors')[beta] == 0.5
+  _with(tmp_path / 'model', beta, np.array(0.75, np.float32))
+  with pytest.raises(UserError, match=f'{beta} = 0.75, which must be 0.5'):
+    open_folder(tmp_path / 'model').lazy_weights(model, abstract_weights(model))
 
 
 CHANGES = {

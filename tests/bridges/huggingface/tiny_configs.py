@@ -68,6 +68,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
   },
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
   'gemma': _SIZES | {'num_key_value_heads': 1},
+  'gemma4_text': _SIZES
+  | {'num_hidden_layers': 5, 'num_attention_heads': 6, 'num_key_value_heads': 3, 'sliding_window': 5}
+  | {'layer_types': ['sliding_attention', 'sliding_attention', 'full_attention', 'sliding_attention', 'full_attention']}
+  | {'global_head_dim': 12, 'num_global_key_value_heads': 2, 'attention_k_eq_v': True, 'final_logit_softcapping': 3.0}
+  | {'hidden_size_per_layer_input': 0, 'vocab_size_per_layer_input': 259},
   'qwen2_moe': _PLAIN
   | _EXPERTS
   | {'num_hidden_layers': 5, 'num_experts': 12, 'moe_intermediate_size': 20, 'shared_expert_intermediate_size': 28}

@@ -33,6 +33,7 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     {'num_heads': 3, 'sinks': True, 'logit_cap': 0.5, 'causal': False},
     {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
     {**GROUPED, 'qk_norm': True, 'norms_rotated': True, 'chunk': 2},
+    {**GROUPED, 'qk_norm': True, 'values_from_keys': True, 'value_norm': RmsNorm(use_scale=False), 'use_bias': True},
     {**GROUPED, 'qk_norm': RmsNorm(use_scale=False), 'temperature': Temperature(scale=2.0, length=2, offset=1)},
   ],
   ids=[
@@ -46,6 +47,7 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     'capped bidirectional sinks',
     'partial scaled rotation',
     'norm after the rotation, chunks',
+    'values from keys',
     'norm without a scale, temperature',
   ],
 )
@@ -63,6 +65,7 @@ def test_attention(rng, fields):
     chunk=layer.chunk,
     temperature=lambda position: 1 + 2.0 * np.log1p((position + 1) // 2) if layer.temperature else 1.0,
     norms_rotated=layer.norms_rotated,
+    normalizes_values=layer.value_norm is not None,
     rotary=_rotation(layer.rotary),
     qk_norm=bool(layer.qk_norm),
     epsilon=getattr(layer.qk_norm, 'epsilon', 1e-6),
