@@ -223,6 +223,11 @@ def _latent_sizes(*sizes: Any, latent: tuple[int, ...] = (1536, 512, 128, 64, 12
   yield from (*latent_keys(*latent), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
 
 
+def _says(**values: Any) -> tuple[FixedKey, ...]:
+  """Returns keys of published folders that say what all models of the family have, and that transformers ignores."""
+  return tuple(FixedKey(key, None, (value,)) for key, value in values.items())
+
+
 def _granite(*keys: Entry, rope: Entry = Rope()) -> tuple[Entry, ...]:
   """Returns the keys that all Granite families share, and further keys."""
   return (
@@ -232,6 +237,7 @@ def _granite(*keys: Entry, rope: Entry = Rope()) -> tuple[Entry, ...]:
     Key('residual_multiplier', 'residual_multiplier', float, 1.0),
     Key('attention_multiplier', 'softmax_scale', float, 1.0),
     DivisorKey('logits_scaling', 'logits_multiplier'),
+    *_says(normalization_function='rmsnorm'),
     *keys,
   )
 
@@ -320,6 +326,17 @@ _MIXTRAL = TensorNames(
   expert_gate='w1',
   expert_up='w3',
   expert_down='w2',
+)
+_HUNYUAN_KEYS = (
+  attention_bias(),
+  *_says(qk_norm=True, use_qk_norm=True, use_rotary_pos_emb=True, norm_type='rms'),
+)
+# The checks of the weights' shapes tell if one of these matters.
+_HUNYUAN_INERT = (
+  *('attention_head_dim', 'cla_share_factor', 'dense_list', 'num_media_embeds', 'org_vocab_size', 'pool_type'),
+  *('pad_id', 'im_start_id', 'im_end_id', 'im_newline_id', 'mask_init_id', 'text_start_id', 'text_end_id'),
+  *('video_start_id', 'video_end_id'),
+  *('moe_intermediate_size', 'num_shared_expert', 'anyres_vit_max_image_size', 'anyres_pooling_size'),
 )
 _HUNYUAN = TensorNames(
   query_norm='self_attn.query_layernorm',
@@ -630,6 +647,7 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_llama(200_064, 3072, 1536, 62, 48, 8, 128, rope=Rope(5e6, partial=1.0, variant='minimax')),
       *experts(num_experts_key('num_local_experts', 256, 'num_experts'), 8, ('intermediate_size', 1536), None),
+      *_says(scoring_func='sigmoid', use_qk_norm=True, qk_norm_type='per_layer', use_routing_bias=True),
     ),
     fixed={
       'qk_norm': 'flat',
@@ -637,6 +655,7 @@ FAMILIES: dict[str, Family] = {
       'mixture.routing.balance_bias': True,
     },
     names=_MIXTRAL,
+    inert=('num_mtp_modules', 'mtp_transformer_layers', 'use_mtp', 'attn_type_list'),
   ),
   'ernie4_5': Family(
     architecture='Ernie4_5ForCausalLM',
@@ -656,6 +675,7 @@ FAMILIES: dict[str, Family] = {
       Key('moe_intermediate_size', 'mixture.hidden_dim', int, 1536),
       SharedExperts('moe_num_shared_experts', 2),
       ernie_layers(),
+      *_says(moe_gate='topk', moe_use_aux_free=True),
     ),
     fixed={'mixture.routing.balance_bias': True},
     names=TensorNames(
@@ -663,28 +683,32 @@ FAMILIES: dict[str, Family] = {
       balance_bias='mlp.moe_statics.e_score_correction_bias',
       balance_bias_operations=(Reshape((1, -1), (-1,)),),
     ),
-    inert=('moe_norm_min',),
+    ignored=(r'.*rotary_emb\.inv_freq', r'model\.mtp_.*'),
+    inert=('moe_norm_min', 'moe_capacity'),
   ),
   'hunyuan_v1_dense': Family(
     architecture='HunYuanDenseV1ForCausalLM',
     keys=(
       *_llama(290_943, 4096, 11_008, 32, 32, eps=1e-5, rope=Rope(variant='hunyuan')),
-      attention_bias(),
+      *_HUNYUAN_KEYS,
     ),
     fixed={'qk_norm': 'rotated'},
     names=_HUNYUAN,
+    inert=_HUNYUAN_INERT,
   ),
   'hunyuan_v1_moe': Family(
     architecture='HunYuanMoEV1ForCausalLM',
     keys=(
       *_llama(290_943, 4096, 11_008, 32, 32, eps=1e-5, rope=Rope(variant='hunyuan')),
-      attention_bias(),
+      *_HUNYUAN_KEYS,
+      *_says(use_mixed_mlp_moe=True, norm_topk_prob=True),
       Key('intermediate_size', ('mixture.hidden_dim', 'mixture.shared_dim'), int, 11_008),
       EqualInLayers(num_experts_key('num_experts', 1, 'num_local_experts')),
       EqualInLayers(Key('moe_topk', 'mixture.routing.num_selected', int, 1, aliases=('num_experts_per_tok',))),
     ),
     fixed={'qk_norm': 'rotated'},
     names=_HUNYUAN,
+    inert=_HUNYUAN_INERT,
   ),
   'dots1': Family(
     architecture='Dots1ForCausalLM',
@@ -717,11 +741,11 @@ FAMILIES: dict[str, Family] = {
         rope=Rope(12e6, default=_APERTUS_ROPE),
       ),
       attention_bias(),
+      *_says(qk_norm=True),
     ),
     fixed={'gated': False, 'qk_norm': 'head'},
     names=TensorNames(attention_norm='attention_layernorm', ffn_norm='feedforward_layernorm'),
     constants={'mlp.act_fn.beta': 0.5, 'mlp.act_fn.eps': -1e-6},
-    inert=('mlp_bias', 'qk_norm', 'post_norm'),
   ),
   'cohere': Family(
     architecture='CohereForCausalLM',
@@ -740,9 +764,12 @@ FAMILIES: dict[str, Family] = {
       *_COHERE,
       LayerTypes(_every_but(4), default_window=4096),
       FullUnrotated(),
+      *_says(order_of_interleaved_layers='local_attn_first', position_embedding_type='rope_gptj'),
+      *_says(use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True),
     ),
     fixed=_COHERE_BLOCK,
     names=TensorNames(interleaved=True),
+    inert=('layer_switch', 'use_parallel_embedding'),  # `sliding_window_pattern` is read
   ),
   'starcoder2': Family(
     architecture='Starcoder2ForCausalLM',
@@ -756,9 +783,12 @@ FAMILIES: dict[str, Family] = {
       ),
       AllWindowed(),
       Key('use_bias', ('qkv_bias', 'out_bias', 'mlp_bias'), bool, True),
+      *_says(mlp_type='default', norm_type='layer_norm', scale_attn_weights=True),
     ),
     fixed={'norm': 'layer', 'gated': False},
     names=TensorNames(up='mlp.c_fc', down='mlp.c_proj'),
+    # `hidden_act` is read
+    inert=('activation_function', 'attention_softmax_in_fp32', 'scale_attention_softmax_in_fp32'),
   ),
   'phimoe': Family(
     architecture='PhimoeForCausalLM',
@@ -789,6 +819,7 @@ FAMILIES: dict[str, Family] = {
       Key('mlp_bias', 'mlp_bias', bool, False),
     ),
     fixed={'norm': 'layer', 'norm_plus_one': True, 'gated': False},
+    inert=('kv_channels', 'rope_percent'),  # `head_dim` and `partial_rotary_factor` are read
   ),
   'arcee': Family(
     architecture='ArceeForCausalLM',
@@ -942,7 +973,7 @@ WRAPPER_KEYS = (
   *('projector_hidden_act', 'vision_feature_layer', 'vision_feature_select_strategy', 'multimodal_projector_bias'),
   *('spatial_merge_size', 'downsample_ratio', 'image_grid_pinpoints'),
   *('projection_hidden_size', 'projection_layer_norm_eps'),
-  *('hidden_size', 'pad_token_id', 'use_image_newline_parameter'),
+  *('hidden_size', 'use_image_newline_parameter', 'vision_soft_tokens_per_image', 'audio_soft_tokens_per_image'),
 )
 
 _MAMBA = 'some of its layers are the state-space model Mamba'

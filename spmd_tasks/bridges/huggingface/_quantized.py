@@ -22,7 +22,7 @@ def check_quantization(config: Config) -> None:
   """Raises a UserError if the `quantization_config` of a config is not supported."""
   quantization = config.read('quantization_config', dict, {})
   method, fmt = quantization.get('quant_method', 'fp8'), quantization.get('fmt') or 'e4m3'
-  if method not in ('mxfp4', 'fp8') or fmt != 'e4m3':
+  if method not in ('mxfp4', 'fp8') or fmt not in ('e4m3', 'float8_e4m3fn'):
     raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): use the folder with unquantized weights')
   unknown = sorted(key for key, value in quantization.items() if key not in _IGNORED and not is_neutral(value))
   if unknown:

@@ -96,7 +96,7 @@ class Reference:
     loss.backward()
     with torch.no_grad():
       for value in trained.parameters():
-        value -= LEARNING_RATE * value.grad
+        value -= 0.0 if value.grad is None else LEARNING_RATE * value.grad  # ERNIE's balance bias has none
     trained.save_pretrained(self.path.with_name(f'{self.name}_trained'))
     return loss.item(), tensors_of(self.path.with_name(f'{self.name}_trained'))
 

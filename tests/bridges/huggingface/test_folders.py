@@ -121,6 +121,12 @@ OLD_GEMMA = CONFIGS['gemma3_text'] | {'rope_theta': 1e6, 'rope_local_base_freq':
     (OLD_GEMMA | {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}}, CONFIGS['gemma3_text']),
     (CONFIGS['mistral'] | {'rope_theta': 1e4, 'rope_scaling': None, 'torch_dtype': 'float16'}, CONFIGS['mistral']),
     (CONFIGS['glm4'] | {'partial_rotary_factor': 0.5}, CONFIGS['glm4']),
+    (CONFIGS['minimax_m2'] | {'rope_parameters': None, 'rotary_dim': 4, 'use_qk_norm': True}, CONFIGS['minimax_m2']),
+    (CONFIGS['hunyuan_v1_moe'] | {'moe_topk': [3] * 3, 'use_rotary_pos_emb': True}, CONFIGS['hunyuan_v1_moe']),
+    (CONFIGS['cohere2'] | {'use_parallel_block': True, 'sliding_window_pattern': 4}, CONFIGS['cohere2']),
+    (CONFIGS['exaone4'] | {'sliding_window_pattern': 'LLLG'}, CONFIGS['exaone4']),
+    (CONFIGS['granite'] | {'normalization_function': 'rmsnorm', 'rope_theta': 1e4}, CONFIGS['granite']),
+    (CONFIGS['gemma'] | {'hidden_act': 'gelu', 'hidden_activation': 'gelu_pytorch_tanh'}, CONFIGS['gemma']),
   ],
 )
 def test_old_keys_of_a_config_mean_the_same(old, new):
@@ -204,6 +210,9 @@ CHANGES = {
   'a setting of another type': ({'num_hidden_layers': '3'}, "num_hidden_layers = '3', but it must be of type int"),
   'an unknown rotary type': ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "of type 'dynamic'"),
   'a rotary setting that its family ignores': ({'partial_rotary_factor': 0.5}, 'transformers ignores'),
+  'a parallel block that is not one': (CONFIGS['cohere2'] | {'use_parallel_block': False}, 'use_parallel_block'),
+  'another number of experts per layer': (CONFIGS['hunyuan_v1_moe'] | {'moe_topk': [3, 2, 3]}, 'one value for all'),
+  'experts beside a network': (CONFIGS['gemma4_text'] | {'enable_moe_block': True}, 'each with norms of its own'),
   'an unknown family': ({'model_type': 'qwen9', 'architectures': ['Qwen9ForCausalLM']}, 'The nearest by name is qwen'),
   'a family with another layer': (
     {'model_type': 'qwen3_next', 'architectures': ['Qwen3NextForCausalLM']},
