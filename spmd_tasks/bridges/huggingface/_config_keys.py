@@ -45,7 +45,7 @@ _INERT = re.compile(
       r'_.*|.*name_or_path',  # keys with a leading _ are private to transformers
       r'(.*_)?token(_ids?|_index)?|.*_token_ids|tokenizer_.*|.*_version|transformers\.js_config',
       r'.*dropout.*|.*_pdrop|drop_path.*|(.*_)?loss(_.*)?|aux_loss.*|.*jitter.*|neftune_.*|unsloth_.*',
-      r'initializer_.*|init_(std|range|method|device)|.*_init_std|gradient_checkpointing.*|train(ing)?_.*|warmup.*',
+      r'(.*_)?initializer_.*|init_(std|range|method|device)|.*_init_std|gradient_checkpointing.*|train(ing)?_.*|warmup.*',
       r'(use_)?(flash_att|fused|liger|xformers|sdpa).*|(attn|experts)_implementation',
       r'output_(attentions|hidden_states|scores|(router_)?logits|past)',
     )

@@ -219,8 +219,12 @@ def _llama(*sizes: Any, rope: Entry = Rope(), act: Entry = activation(), **setti
 
 def _latent_sizes(*sizes: Any, latent: tuple[int, ...] = (1536, 512, 128, 64, 128), **settings: Any) -> Iterator[Entry]:
   """Yields the keys that all DeepSeek families share; they have no `head_dim`."""
-  yield from (entry for entry in _sizes(*sizes, **settings) if getattr(entry, 'key', '') != 'head_dim')
+  yield from _without('head_dim', _sizes(*sizes, **settings))
   yield from (*latent_keys(*latent), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
+
+
+def _without(name: str, keys: tuple[Entry, ...]) -> tuple[Entry, ...]:
+  return tuple(entry for entry in keys if getattr(entry, 'key', '') != name)
 
 
 def _says(**values: Any) -> tuple[FixedKey, ...]:
@@ -311,6 +315,17 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
 _NEVER: LayerFlag = lambda layer, config: False
 _GEMMA = {'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True}
 _GPT_OSS_YARN = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
+_GEMMA2_KEYS = (
+  *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
+  activation('hidden_activation', 'gelu_pytorch_tanh'),
+  Rope(),
+  LayerTypes(lambda layer, config: layer % 2 == 0, default_window=4096),
+  attention_bias(),
+  QueryScale(),
+  Key('final_logit_softcapping', 'logits_cap', float, 30.0, nullable=True),
+  Key('attn_logit_softcapping', 'attention_cap', float, 50.0, nullable=True),
+  FixedKey('use_bidirectional_attention', None, (False,)),
+)
 _GRANITE_EXPERTS = TensorNames(
   router='block_sparse_moe.router.layer',
   fused_experts=('block_sparse_moe.input_linear.weight', 'block_sparse_moe.output_linear.weight'),
@@ -419,17 +434,7 @@ FAMILIES: dict[str, Family] = {
   ),
   'gemma2': Family(
     architecture='Gemma2ForCausalLM',
-    keys=(
-      *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
-      activation('hidden_activation', 'gelu_pytorch_tanh'),
-      Rope(),
-      LayerTypes(lambda layer, config: layer % 2 == 0, default_window=4096),
-      attention_bias(),
-      QueryScale(),
-      Key('final_logit_softcapping', 'logits_cap', float, 30.0, nullable=True),
-      Key('attn_logit_softcapping', 'attention_cap', float, 50.0, nullable=True),
-      FixedKey('use_bidirectional_attention', None, (False,)),
-    ),
+    keys=_GEMMA2_KEYS,
     fixed=_GEMMA,
     inert=('hidden_act',),  # `hidden_activation` is read
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
@@ -487,6 +492,85 @@ FAMILIES: dict[str, Family] = {
       'top_k_experts',
     ),
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'vaultgemma': Family(
+    architecture='VaultGemmaForCausalLM',
+    keys=_GEMMA2_KEYS,
+    fixed={'scaled_embedding': True, 'norm_plus_one': True},
+    inert=('hidden_act',),
+    names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'helium': Family(
+    architecture='HeliumForCausalLM',
+    keys=(
+      *_llama(48_000, 2560, 7040, 24, 20, 20, 128, eps=1e-8, rope=Rope(1e5)),
+      Key('attention_bias', 'qkv_bias', bool, False),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+    names=TensorNames(interleaved=True),
+  ),
+  'solar_open': Family(
+    architecture='SolarOpenForCausalLM',
+    keys=(
+      *_without('intermediate_size', _llama(196_608, 4096, 1, 48, 64, 8, 128, eps=1e-5, rope=Rope(1e6, partial=1.0))),
+      Key('attention_bias', 'qkv_bias', bool, False),
+      *shared_experts(128, 8, 1, 1280, first_dense(0), 1.0, (1, 1), is_sigmoid=True),
+    ),
+    fixed=SIGMOID_ROUTING | {'hidden_dim': 1},  # of no layer
+    inert=('intermediate_size', 'use_qk_norm'),
+  ),
+  'flex_olmo': Family(
+    architecture='FlexOlmoForCausalLM',
+    keys=(
+      *_llama(100_352, 4096, 11_008, 32, 32, rope=Rope(5e5)),
+      attention_bias(),
+      *experts(num_experts_key('num_experts', 7, 'num_local_experts'), 5, ('intermediate_size', 11_008)),
+    ),
+    fixed={'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
+  ),
+  'mellum': Family(
+    architecture='MellumForCausalLM',
+    keys=(
+      *_llama(98_304, 2304, 7168, 28, 32, 4, 128, rope=Rope(5e5, 10_000.0)),
+      LayerTypes(_NEVER, default_window=1024),
+      attention_bias(),
+      *experts(
+        *(num_experts_key('num_experts', 64, 'num_local_experts'), 8, ('moe_intermediate_size', 896)),
+        is_normalized=True,
+      ),
+      mlp_layer_types(0),
+    ),
+    fixed={'qk_norm': 'head'},
+  ),
+  'hyperclovax': Family(
+    architecture='HyperCLOVAXForCausalLM',
+    keys=(
+      *_llama(32_000, 4096, 11_008, 32, 32),
+      attention_bias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+      Key('embedding_multiplier', 'embedding_multiplier', float, 1.0),
+      Key('residual_multiplier', 'residual_multiplier', float, 1.0),
+      Key('attention_multiplier', 'softmax_scale', float, None, nullable=True),
+      Key('logits_scaling', 'logits_multiplier', float, 1.0),
+      Key('use_post_norm', 'post_norm', bool, True),
+    ),
+    names=TensorNames(attention_post_norm='post_norm1', ffn_post_norm='post_norm2'),
+  ),
+  'youtu': Family(
+    architecture='YoutuForCausalLM',
+    keys=(*_latent_sizes(128_256, 2048, 6144, 32, 16, tied=True), FixedKey('rope_interleave', True)),
+    names=TensorNames(interleaved=True),
+  ),
+  'jais2': Family(
+    architecture='Jais2ForCausalLM',
+    keys=(
+      *_llama(
+        *(150_272, 3328, 26_624, 32, 26), eps=1e-5, eps_key='layer_norm_eps', act=activation('hidden_act', 'relu2')
+      ),
+      attention_bias(True),
+      Key('mlp_bias', 'mlp_bias', bool, True),
+    ),
+    fixed={'norm': 'layer', 'gated': False},
   ),
   'qwen2_moe': Family(
     architecture='Qwen2MoeForCausalLM',

@@ -42,7 +42,12 @@ _NORMALIZE_GATES = {True: 1.0, False: None}  # `norm_topk_prob` -> `normalize_ga
 
 
 def experts(
-  num_experts: Key, num_selected: int, hidden_dim: tuple[str, int], normalized_key: str | None = 'norm_topk_prob'
+  num_experts: Key,
+  num_selected: int,
+  hidden_dim: tuple[str, int],
+  normalized_key: str | None = 'norm_topk_prob',
+  *,
+  is_normalized: bool = False,
 ) -> tuple[Entry, ...]:
   """Returns the keys of Mixtral, Qwen-MoE and OLMoE, which have experts in every layer and no shared experts.
 
@@ -51,9 +56,10 @@ def experts(
     num_selected: the family's default of `num_experts_per_tok`.
     hidden_dim: the name of the key of F, and its default.
     normalized_key: the name of the key that says whether gates are divided by their sum; None if they always are.
+    is_normalized: the family's default of that key.
   """
   normalized = normalized_key and Key(
-    normalized_key, 'mixture.routing.normalize_gates', bool, False, names=_NORMALIZE_GATES
+    normalized_key, 'mixture.routing.normalize_gates', bool, is_normalized, names=_NORMALIZE_GATES
   )
   return (
     num_experts,
@@ -281,14 +287,14 @@ def ernie_layers() -> PerLayer:
   return PerLayer('mixed', read_flags, write_flags)
 
 
-def mlp_layer_types() -> PerLayer:
-  """Returns the key `mlp_layer_types` of GLM-4-MoE-Lite; by default, only the first layer is dense."""
+def mlp_layer_types(num_dense: int = 1) -> PerLayer:
+  """Returns the key `mlp_layer_types` of GLM-4-MoE-Lite and Mellum; by default, the first `num_dense` are dense."""
   names = {False: 'dense', True: 'sparse'}
 
   def read_flags(config: Config, num_layers: int) -> list[bool]:
     types = read_list(config, 'mlp_layer_types', str, num_layers)
     if types is None:
-      return [layer > 0 for layer in range(num_layers)]
+      return [layer >= num_dense for layer in range(num_layers)]
     if set(types) - {*names.values()}:
       raise config.error('mlp_layer_types', "must name 'dense' or 'sparse' layers")
     return [kind == 'sparse' for kind in types]

@@ -73,6 +73,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | {'layer_types': ['sliding_attention', 'sliding_attention', 'full_attention', 'sliding_attention', 'full_attention']}
   | {'global_head_dim': 12, 'num_global_key_value_heads': 2, 'attention_k_eq_v': True, 'final_logit_softcapping': 3.0}
   | {'hidden_size_per_layer_input': 0, 'vocab_size_per_layer_input': 259},
+  'vaultgemma': _SIZES | {'num_hidden_layers': 4, 'sliding_window': 5, 'query_pre_attn_scalar': 7},
+  'helium': _SIZES | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'head_dim': 6, 'mlp_bias': True},
+  'solar_open': _SIZES
+  | {'num_key_value_heads': 1, 'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
+  | {'n_group': 4, 'topk_group': 2, 'routed_scaling_factor': 1.5},
+  'flex_olmo': _PLAIN | _EXPERTS | {'num_experts': 6, 'num_key_value_heads': 1, 'pad_token_id': 0},
+  'mellum': _SIZES
+  | {'num_key_value_heads': 1, 'num_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
+  | {'sliding_window': 5, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}
+  | {'mlp_layer_types': ['dense', 'sparse', 'sparse']},
+  'hyperclovax': _SIZES | _GRANITE | {'num_key_value_heads': 1, 'mlp_bias': True},
+  'youtu': _PLAIN
+  | {'kv_lora_rank': 18, 'q_lora_rank': 14, 'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10},
+  'jais2': _SIZES | {'num_key_value_heads': 1},
   'qwen2_moe': _PLAIN
   | _EXPERTS
   | {'num_hidden_layers': 5, 'num_experts': 12, 'moe_intermediate_size': 20, 'shared_expert_intermediate_size': 28}
