@@ -48,6 +48,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='run the cases marked exhaustive too: full products of tables')
+  parser.addoption('--fast', action='store_true', help='run only the test files that are cheap, a few CPU seconds each')
   parser.addoption('--changed', action='store_true', help='run only the test files that a change since main can reach')
   parser.addoption('--costs', action='store_true', help='print the CPU seconds of the dearest files and fixtures')
 
@@ -128,11 +129,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out cases marked exhaustive, unless --all is given. Groups come first, then files with more slow tests.
 
-  With --changed, files that no change reaches are left out too.
+  With --fast, files that cost more than _FAST_CPU_S are left out; with --changed, those that no change reaches.
   """
+  cost = costs.recorded() if config.getoption('--fast') else {}
   reached = import_graph.reached_from(import_graph.changed_files()) if config.getoption('--changed') else None
 
   def is_selected(item: pytest.Item) -> bool:
+    if cost and ('slow' in item.keywords or cost.get(item.nodeid.partition('::')[0], 0) > _FAST_CPU_S):
+      return False
     is_reached = reached is None or item.path in reached
     return is_reached and ('exhaustive' not in item.keywords or config.getoption('--all'))
 
@@ -148,6 +152,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
   items[:] = sorted(selected, key=place)
 
+
+_FAST_CPU_S = 4  # of a whole file
 
 # Files of long cases that share little. Their cases go to whichever worker is free.
 _SPREAD = ('multi_process/test_binary.py', 'multi_process/test_faults.py')

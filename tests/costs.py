@@ -3,18 +3,27 @@
 Every run writes them to `.pytest_cache/costs.json`, dearest first; `scripts/test --costs` also prints the dearest. A
 test's seconds contain the fixtures that it is the first to ask for. A process that tests/fork_server.py forks counts
 for the test and the fixture that started it (`OWNER_VARIABLE`), any other process once somebody waited for it.
+
+`python -m tests.costs`, after a run of all tests, records its seconds of each file in `costs.json` beside this module,
+by which `scripts/test --fast` selects files, and of the dearest twenty in docs/benchmarks.
 """
 
 import collections
 import contextlib
 import json
 import os
+from pathlib import Path
+import time
 
 import pytest
 
 from tests import forked
 
 NUM_PRINTED = 20
+ROOT = Path(__file__).parents[1]
+RECORD = Path(__file__).with_suffix('.json')  # file -> CPU seconds in the last run that was recorded
+_LAST_RUN = Path('.pytest_cache') / 'costs.json'
+_TABLE = ROOT / 'docs' / 'benchmarks' / 'results' / 'dearest_tests.json'
 
 
 def cpu_seconds() -> float:
@@ -74,7 +83,7 @@ class Costs:
     for test, amount in self._seconds['tests'].items():
       self._seconds['files'][test.partition('::')[0]] += amount
     if not self._config.option.collectonly:
-      path = self._config.rootpath / '.pytest_cache' / 'costs.json'
+      path = self._config.rootpath / _LAST_RUN
       path.parent.mkdir(exist_ok=True)
       rounded = {
         kind: {name: round(amount, 2) for name, amount in seconds.most_common()}
@@ -89,3 +98,27 @@ class Costs:
       terminalreporter.section(f'CPU seconds of {kind}, {seconds.total():.0f} in all')
       for name, amount in seconds.most_common(NUM_PRINTED):
         terminalreporter.write_line(f'{amount:8.1f}  {name}')
+
+
+def recorded() -> dict[str, float]:
+  """Returns the CPU seconds of each test file when they were recorded; new files are not in it."""
+  return json.loads(RECORD.read_text(encoding='utf-8'))
+
+
+def record() -> None:
+  """Records the last run's seconds of each file."""
+  seconds = json.loads((ROOT / _LAST_RUN).read_text(encoding='utf-8'))['files']
+  files = {name: amount for name, amount in seconds.items() if name.startswith('tests/')}
+  RECORD.write_text(json.dumps(dict(sorted(files.items())), indent=1) + '\n', encoding='utf-8')
+  table = json.loads(_TABLE.read_text(encoding='utf-8')) | {
+    'date': time.strftime('%Y-%m-%d'),
+    'rows': [
+      [f'`{name}`', f'{files[name]:.0f}'] for name in sorted(files, key=lambda name: -files[name])[:NUM_PRINTED]
+    ],
+  }
+  table['rows'].append([f'all {len(files)} files', f'{sum(files.values()):,.0f}'])
+  _TABLE.write_text(json.dumps(table, indent=1) + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+  record()

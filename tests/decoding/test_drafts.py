@@ -89,7 +89,7 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 @pytest.mark.parametrize(
   'name, noise',
   [
-    ('one device', None),
+    pytest.param('one device', None, marks=exhaustive),
     pytest.param('one device', 1.0, marks=exhaustive),
     pytest.param('windows', None, marks=exhaustive),
     pytest.param('2 heads', None, marks=slow),

@@ -99,8 +99,12 @@ def test_the_context_of_a_scored_text_is_its_prefix(model, variables, log_probs)
 
 @pytest.mark.parametrize(
   'settings',
-  [{}, {'max_cache_tokens': 32}, {'num_drafts': 2}, {'prefill_chunk': 8}],
-  ids=['plain', 'begun again', 'drafts', 'chunks'],
+  [
+    pytest.param({}, id='plain'),
+    pytest.param({'num_drafts': 2}, id='drafts'),
+    pytest.param({'max_cache_tokens': 32}, id='begun again', marks=pytest.mark.exhaustive),
+    pytest.param({'prefill_chunk': 8}, id='chunks', marks=pytest.mark.exhaustive),
+  ],
 )
 def test_a_prompt_is_the_prefix_of_what_follows_and_scored_without_it(settings, model, variables, log_probs):
   """A token of a prompt has the log-probability that the tokens before it give, as if none was behind it."""

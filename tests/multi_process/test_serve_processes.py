@@ -76,6 +76,7 @@ def start(job_log_dir, log_dir, *flags: str) -> Job:
   return Job(argvs, log_dir=log_dir, num_devices=4)
 
 
+@pytest.mark.exhaustive  # the servers below decode too
 def test_two_processes_decode_what_one_does(trained, tmp_path):
   job_log_dir, _ = trained
   flags = [*COMMAND, '--num_fake_devices=4', '--job_log_dir', str(job_log_dir)]

@@ -73,7 +73,7 @@ def test_the_buffers_of_the_fullest_time_are_found():
   assert (of_gpu.temp_bytes, of_gpu.on_chip_bytes, of_gpu.host_bytes) == (10_777, 0, 888)
 
 
-@pytest.mark.parametrize('experiment', [Mixture, Pipelined])
+@pytest.mark.parametrize('experiment', [Mixture, pytest.param(Pipelined, marks=pytest.mark.exhaustive)])
 def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   plan = make_plan(resolve(experiment, ()).build(), parse_target('cpu:8'))
   _, model, compiled, _ = compiled_step(experiment)

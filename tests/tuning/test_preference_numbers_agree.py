@@ -75,7 +75,9 @@ def test_the_base_as_a_reference_is_the_model_before_its_adapters_were_trained()
   np.testing.assert_allclose(evaluated, np.log(2), rtol=1e-6)
 
 
-@pytest.mark.parametrize('dtype', ['int8', 'nf4', pytest.param('nf4_double', marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+  'dtype', ['int8', *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ('nf4', 'nf4_double'))]
+)
 def test_a_quantized_base_gives_the_loss_of_its_dequantized_weights(dtype):
   """The losses of a train step and an eval agree with the same weights in float32, and the base's log-probabilities."""
   overrides = ('num_layers=1', f'task.frozen_dtype={dtype}', 'task.model.stack.remat_policy=dots')

@@ -59,7 +59,10 @@ def resume(whole, step, data, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('setting, times, num_steps', [('method=ppo', 2, 6), ('staleness=1', 1, 24)])
+@pytest.mark.parametrize(
+  'setting, times, num_steps',
+  [pytest.param('method=ppo', 2, 6, marks=pytest.mark.exhaustive), ('staleness=1', 1, 24)],
+)
 def test_a_job_learns_and_resumes_in_the_middle_of_a_rollout_bit_for_bit(tmp_path, setting, times, num_steps):
   """A rollout has two updates, or four; the job resumes three steps before its end.
 

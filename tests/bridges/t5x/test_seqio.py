@@ -73,7 +73,7 @@ def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1, **of_converter
     ('encoder_decoder', True, {}),
     pytest.param('encoder_decoder', False, {}, marks=pytest.mark.exhaustive),
     pytest.param('prefix_lm', True, {}, marks=pytest.mark.exhaustive),
-    ('prefix_lm', False, {'loss_on_targets_only': False}),
+    pytest.param('prefix_lm', False, {'loss_on_targets_only': False}, marks=pytest.mark.exhaustive),
     ('decoder_only', False, {}),
   ],
 )
