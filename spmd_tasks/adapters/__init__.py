@@ -4,7 +4,8 @@
 
 `layers/adapter.py` is the interface that layers call. `low_rank.py` implements one adapter of a kernel, and
 `choices.py` several adapters of a kernel, one of which each row of a batch selects. `adapted_weights.py` finds the
-weights of a model that can have adapters, and adds adapters; `merging.py` merges adapters into the kernels.
+weights of a model that can have adapters, and adds adapters; `merging.py` merges adapters into the kernels;
+`nnx_adapters.py` adds adapters to an NNX module.
 `tuning/low_rank.py` trains adapters.
 """
 

@@ -99,7 +99,7 @@ def add_adapters(
     name = getattr(fdl.get_callable(model), '__name__', model)
     raise UserError(
       f'{setting} = {tuple(patterns)}: no layer of {name} can have an adapter: build it of Linear, attention and '
-      "feed-forward layers of spmd_tasks.layers. NNX modules have nnx.LoRALinear, trained by task.trained = ('lora_',)."
+      'feed-forward layers of spmd_tasks.layers. An NNX module adds adapters in its constructor, by add_nnx_adapters.'
     )
   names = matching_names(patterns, weights, setting=setting)
   projections_of_layer: dict[int, tuple[Any, list[str]]] = {}

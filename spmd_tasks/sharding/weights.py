@@ -124,7 +124,8 @@ def resolved_linen_boxes() -> Iterator[None]:
 
   In the context of a mesh Linen otherwise takes them for mesh axes, and constrains the values.
   """
-  originals = [(box, box.unbox) for box in (meta.Partitioned, nn.LogicallyPartitioned)]
+  boxes: list[Any] = [meta.Partitioned, nn.LogicallyPartitioned]
+  originals = [(box, box.unbox) for box in boxes]
   for box, _ in originals:
     box.unbox = lambda self, apply_constraint=True: _with_declared_type(self.value, self.names)
   try:
