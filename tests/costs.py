@@ -110,6 +110,7 @@ def record() -> None:
   seconds = json.loads((ROOT / _LAST_RUN).read_text(encoding='utf-8'))['files']
   files = {name: amount for name, amount in seconds.items() if name.startswith('tests/')}
   RECORD.write_text(json.dumps(dict(sorted(files.items())), indent=1) + '\n', encoding='utf-8')
+  dearest = sorted(files, key=lambda name: -files[name])[:NUM_PRINTED]
   table = json.loads(_TABLE.read_text(encoding='utf-8')) | {
     'date': time.strftime('%Y-%m-%d'),
     'rows': [
