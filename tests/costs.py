@@ -113,9 +113,7 @@ def record() -> None:
   dearest = sorted(files, key=lambda name: -files[name])[:NUM_PRINTED]
   table = json.loads(_TABLE.read_text(encoding='utf-8')) | {
     'date': time.strftime('%Y-%m-%d'),
-    'rows': [
-      [f'`{name}`', f'{files[name]:.0f}'] for name in sorted(files, key=lambda name: -files[name])[:NUM_PRINTED]
-    ],
+    'rows': [[f'`{name}`', f'{files[name]:.0f}'] for name in dearest],
   }
   table['rows'].append([f'all {len(files)} files', f'{sum(files.values()):,.0f}'])
   _TABLE.write_text(json.dumps(table, indent=1) + '\n', encoding='utf-8')
