@@ -3,9 +3,9 @@
 Shapes: B batch, T sequence, V vocab, D model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, float32_product, soft_cap
-from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
+from spmd_tasks.layers.label_scores import SoftmaxHead
 from spmd_tasks.layers.linear import adapted, adapter_of
 from spmd_tasks.layers.products import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
@@ -125,42 +125,42 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits, float32 [B, T, V], for x [B, T, D]."""
-    kernel, logits_of = self.logits_function(x)
-    return logits_of(kernel, x)
-
-  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
-    """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
-
-    If the softmax kernel has an adapter, all logits are computed at once.
-    """
-    if self.adapted is not None:  # a loop must not read this module's variables and rngs, as an adapter does
-      return predicted_label_scores({'logits': self.attend(x)}, labels)
-    kernel, logits_of = self.logits_function(x)
-
-    def scores_of(kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
-      return predicted_label_scores({'logits': logits_of(kernel, x)}, labels)
-
-    return in_chunks(scores_of, kernel, x, labels, num_chunks=num_chunks)
-
-  def logits_function(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Returns (kernel, function (kernel, part of x) -> its logits)."""
-    kernel = self.table if self.tied else self.softmax_kernel
-    equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
-    split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
+    kernel, split_dims, token_split_dims = self._kernel(), self._kernel_split_dims(), None
     if self.logits_split_dims is not None and x.size >= kernel.size:  # see multiply_kernel
       token_split_dims = self.logits_split_dims[:2]
-    multiply = float32_product(equation)
+    multiply, x = float32_product('BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'), x.astype(self.dtype)
+    logits = multiply_gathered(multiply, x, kernel, self.dtype, split_dims, token_split_dims)
+    if self.adapted is not None:
+      logits = self.adapted.outputs(x, logits)
+    if self.scale_logits:
+      logits = logits / math.sqrt(self.embed_dim)
+    if self.softmax_bias is not None:
+      logits = logits + self.softmax_bias[None, None, :]
+    if self.logits_multiplier != 1.0:
+      logits = logits * self.logits_multiplier
+    return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
 
-    def logits_of(kernel: jax.Array, x: jax.Array) -> jax.Array:
-      logits = multiply_gathered(multiply, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
-      if self.adapted is not None:
-        logits = self.adapted.outputs(x.astype(self.dtype), logits)
-      if self.scale_logits:
-        logits = logits / math.sqrt(self.embed_dim)
-      if self.softmax_bias is not None:
-        logits = logits + self.softmax_bias[None, None, :]
-      if self.logits_multiplier != 1.0:
-        logits = logits * self.logits_multiplier
-      return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
+  def softmax_head(self, x: jax.Array, *, num_chunks: int | Literal['auto'] = 'auto') -> SoftmaxHead | None:
+    """Returns what computes losses from x [B, T, D] without whole logits, in `num_chunks` chunks of a device's tokens.
 
-    return kernel, logits_of
+    Returns None if the softmax kernel has an adapter or a bias: its product is no plain one.
+    """
+    if self.adapted is not None or self.softmax_bias is not None:
+      return None
+    return SoftmaxHead(
+      x=x,
+      kernel=self._kernel(),
+      is_table=self.tied,
+      dtype=self.dtype,
+      divisor=(math.sqrt(self.embed_dim) if self.scale_logits else 1.0) / self.logits_multiplier,
+      cap=self.logits_cap,
+      num_chunks=num_chunks,
+      split_dims=self._kernel_split_dims(),
+      logits_split_dims=self.logits_split_dims,
+    )
+
+  def _kernel(self) -> jax.Array:
+    return self.table if self.tied else self.softmax_kernel
+
+  def _kernel_split_dims(self) -> SplitDims:
+    return self.table_split_dims if self.tied else self.softmax_split_dims

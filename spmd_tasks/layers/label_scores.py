@@ -1,20 +1,32 @@
-"""LabelScores: what a language-model loss reads of the logits [B, T, V], a few numbers per token.
+"""SoftmaxHead and LabelScores: a language model's loss and its gradient, without all logits [B, T, V] in memory.
 
-`in_chunks` computes them for a part of the tokens at a time, so that all logits are never in memory. With a vocabulary
-of 128,256, the float32 logits of a row of 8,192 tokens take 4.2 GB, and so does their gradient. The backward pass
-recomputes each chunk (a product with the softmax kernel, 2% of the step of an 8B model).
+With a vocabulary of 128,256, the float32 logits of a row of 8,192 tokens take 4.2 GB, and so does their gradient. A
+SoftmaxHead computes the logits of a chunk of tokens at a time, and from them the few numbers per token that a loss
+reads. A loss that is a sum over tokens gets its gradient in the same pass (`SoftmaxHead.total`), so chunks cost no
+product. For any other function of the numbers (`SoftmaxHead.scores`), the backward pass computes the logits again.
 
-Shapes: B batch, T sequence, D model, V vocab, N chunks.
+Each device has its own tokens in every chunk. It gathers the kernel once, sums the kernel's gradient over its chunks in
+float32, and only then over the other devices.
+
+Shapes: B batch, T sequence, D model, V vocab, N chunks; P parts, one for each group of devices with the same tokens;
+m tokens of a part in a chunk.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from typing import Any, Literal
 
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import current_layer_scope, soft_cap
+from spmd_tasks.layers.scattered_gradients import multiply_on_devices
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes, spec_entry
+
+_FEWEST_TOKENS = 256  # of a chunk, unless there are fewer
 
 
 class LabelScores(struct.PyTreeNode):
@@ -36,51 +48,327 @@ class LabelScores(struct.PyTreeNode):
   is_known: jax.Array
   vocab_size: int = struct.field(pytree_node=False)
 
+  @property
+  def differentiable(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return self.log_normalizer, self.label_logit, self.mean_logit
 
-def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
-  """Computes the LabelScores of logits [B, T, V] and labels int32 [B, T]."""
+
+# Returns the loss of each token, float32 [...], from its LabelScores and its weight [...].
+Objective = Callable[[LabelScores, jax.Array], jax.Array]
+
+
+def _label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
   logits = logits.astype(jnp.float32)
   # A comparison and a sum instead of a gather: if V is sharded, every device sums its own slice.
-  is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
+  is_label = _is_label(labels, logits)
   return LabelScores(
     log_normalizer=jax.nn.logsumexp(logits, axis=-1),
     label_logit=jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1),
     mean_logit=jnp.mean(logits, axis=-1),
     # XLA's CPU backend runs an argmax 20 times slower than a max (and a max over a `where` 8 times slower, hence the
     # subtraction), and over a sharded V an argmax also moves indices.
-    highest_other=jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1),
+    highest_other=jnp.max(logits - 1e30 * is_label, axis=-1),
     is_known=(labels >= 0) & (labels < logits.shape[-1]),
     vocab_size=logits.shape[-1],
   )
 
 
-def predicted_label_scores(predictions: Mapping[str, Any], labels: jax.Array) -> LabelScores:
-  """Returns the `label_scores` [B, T] of a model's predictions, or computes them from its `logits` [B, T, V]."""
-  scores = predictions.get('label_scores')
-  return label_scores(predictions['logits'], labels) if scores is None else scores
+def _is_label(labels: jax.Array, logits: jax.Array) -> jax.Array:
+  return labels[..., None] == jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
 
 
-def in_chunks(function: Callable[..., Any], weights: Any, *arrays: jax.Array, num_chunks: int) -> Any:
-  """Computes function(weights, *arrays) for T / N tokens of each row at a time.
+@jax.custom_vjp
+def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
+  """Computes the LabelScores of logits [..., V] and labels int32 [...]."""
+  return _label_scores(logits, labels)
 
-  Chunk n has tokens n, n + N, n + 2 N, ... of a row, so that every device that holds a part of a row computes a part of
-  every chunk.
 
-  Args:
-    function: returns a tree of arrays [..., B, t] for t tokens.
-    weights: a tree of arrays; their gradients are summed over the chunks in their own dtype.
-    arrays: [B, T, ...].
-    num_chunks: N.
+def _label_scores_forward(logits, labels):
+  scores = _label_scores(logits, labels)
+  return scores, (logits, labels, scores.log_normalizer)
 
-  Raises:
-    UserError: `num_chunks` does not divide T.
+
+def _label_scores_backward(saved, cotangent):
+  logits, labels, log_normalizer = saved
+  return _logits_cotangent(logits, labels, log_normalizer, cotangent.differentiable).astype(logits.dtype), None
+
+
+label_scores.defvjp(_label_scores_forward, _label_scores_backward)
+
+
+def _logits_cotangent(
+  logits: jax.Array, labels: jax.Array, log_normalizer: jax.Array, cotangents: tuple[jax.Array, jax.Array, jax.Array]
+) -> jax.Array:
+  """Returns the cotangent of the logits, float32 [..., V], from those of `LabelScores.differentiable`, [...] each."""
+  normalizer, label, mean = (x[..., None] for x in cotangents)
+  softmax = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
+  return normalizer * softmax + mean / logits.shape[-1] + jnp.where(_is_label(labels, logits), label, 0.0)
+
+
+class SoftmaxHead(struct.PyTreeNode):
+  """The activations and the kernel whose product is the logits, which are never computed all at once.
+
+  Fields:
+    x: [B, T, D].
+    kernel: [V, D] if `is_table`, else [D, V].
+    dtype: of the operands of the product; logits are float32.
+    divisor: the logits are divided by it.
+    cap: bounds the logits, see `soft_cap`.
+    temperature: the capped logits are divided by it.
+    num_chunks: N, or 'auto' for chunks of max(D, 256) tokens of a device, whose logits take about as much memory as the
+      kernel's gradient; the last chunk is padded.
+    split_dims, logits_split_dims: of the kernel, and of logits [B, T, V].
   """
-  num_rows, length = arrays[0].shape[:2]
-  if length % num_chunks:
-    raise UserError(
-      f'num_logit_chunks={num_chunks} must divide the {length} tokens of a row: choose a divisor, or 1 for all at once.'
-    )
-  chunks = [jnp.moveaxis(x.reshape(num_rows, -1, num_chunks, *x.shape[2:]), 2, 0) for x in arrays]
-  function = jax.checkpoint(function, prevent_cse=False)
-  results = jax.lax.map(lambda xs: function(weights, *xs), chunks)
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], length), results)
+
+  x: jax.Array
+  kernel: jax.Array
+  is_table: bool = struct.field(pytree_node=False)
+  dtype: Any = struct.field(pytree_node=False)
+  divisor: float = struct.field(pytree_node=False, default=1.0)
+  cap: float | None = struct.field(pytree_node=False, default=None)
+  temperature: float = struct.field(pytree_node=False, default=1.0)
+  num_chunks: int | Literal['auto'] = struct.field(pytree_node=False, default='auto')
+  split_dims: SplitDims = struct.field(pytree_node=False, default=None)
+  logits_split_dims: SplitDims = struct.field(pytree_node=False, default=None)
+
+  @jax.named_scope('softmax_head')
+  def scores(self, labels: jax.Array) -> LabelScores:
+    """Returns the LabelScores [B, T] of labels int32 [B, T]; the backward pass computes each chunk's logits again."""
+    layout = _Layout.of(self)
+    kernel, x = self._spread(layout), layout.chunks(self.x.astype(self.dtype))
+    scores = _scores(_Product.of(self, layout), kernel, x, layout.chunks(labels))
+    return jax.tree.map(layout.whole, scores)
+
+  @jax.named_scope('softmax_head')
+  def total(self, labels: jax.Array, objective: Objective, weights: jax.Array) -> tuple[jax.Array, LabelScores]:
+    """Returns the sum over tokens of objective * weight, and the LabelScores [B, T], which have no gradient.
+
+    Args:
+      labels, weights: int32 and float32 [B, T]; weights have no gradient.
+      objective: the loss of each token, which is differentiated in the forward pass. It must close over no tracers.
+    """
+    layout = _Layout.of(self)
+    kernel, x = self._spread(layout), layout.chunks(self.x.astype(self.dtype))
+    product = _Product.of(self, layout)
+    total, scores = _total(product, objective, kernel, x, layout.chunks(labels), layout.chunks(weights))
+    return total, jax.lax.stop_gradient(jax.tree.map(layout.whole, scores))
+
+  def _spread(self, layout: '_Layout') -> jax.Array:
+    """Returns the kernel for each part, [P, V, D] or [P, D, V]: one gather, whose transpose sums the gradient."""
+    scope, axes = current_sharding_scope(), layout.axes
+    kernel = self.kernel.astype(self.dtype)
+    if scope is None or not axes:
+      return kernel[None]
+    if current_layer_scope().scatters_gradients:
+      parts = jnp.zeros(layout.num_parts, self.dtype)
+      return multiply_on_devices(lambda _, kernel: kernel[None], parts, kernel, self.split_dims, (axes,))
+    spread = jnp.broadcast_to(kernel[None], (layout.num_parts, *kernel.shape))
+    own_axes = () if self.split_dims is None else spec_axes(scope.spec(self.split_dims), kernel.ndim)
+    entries = [spec_entry([axis for axis in dim if axis not in axes]) for dim in own_axes]
+    spec = PartitionSpec(spec_entry(axes), *entries)
+    return jax.lax.with_sharding_constraint(spread, NamedSharding(scope.mesh, spec))
+
+
+def label_scores_of(predictions: Mapping[str, Any], labels: jax.Array, temperature: float = 1.0) -> LabelScores:
+  """Returns the LabelScores [B, T] of a model's predictions, at a temperature of the logits.
+
+  The predictions have a SoftmaxHead as `softmax_head`, or `logits` [B, T, V].
+  """
+  head: SoftmaxHead | None = predictions.get('softmax_head')
+  if head is not None:
+    return head.replace(temperature=temperature).scores(labels)
+  logits = predictions['logits']
+  return label_scores(logits if temperature == 1 else logits.astype(jnp.float32) / temperature, labels)
+
+
+def total_of(
+  predictions: Mapping[str, Any], labels: jax.Array, objective: Objective, weights: jax.Array
+) -> tuple[jax.Array, LabelScores]:
+  """Returns `SoftmaxHead.total` of a model's predictions, or computes it from their `logits` [B, T, V]."""
+  head: SoftmaxHead | None = predictions.get('softmax_head')
+  if head is not None:
+    return head.total(labels, objective, weights)
+  scores = label_scores(predictions['logits'], labels)
+  return jnp.sum(objective(scores, weights) * weights), jax.lax.stop_gradient(scores)
+
+
+class _Layout(struct.PyTreeNode):
+  """How B x T tokens are divided into P parts, and each part's into N chunks of m tokens.
+
+  Fields:
+    axes: the mesh axes that split the parts.
+    rows, columns: into how many parts the rows and the columns are divided.
+    num_rows, num_columns, num_chunks: B, T and N.
+  """
+
+  axes: tuple[str, ...] = struct.field(pytree_node=False)
+  rows: int = struct.field(pytree_node=False)
+  columns: int = struct.field(pytree_node=False)
+  num_rows: int = struct.field(pytree_node=False)
+  num_columns: int = struct.field(pytree_node=False)
+  num_chunks: int = struct.field(pytree_node=False)
+
+  @classmethod
+  def of(cls, head: SoftmaxHead) -> '_Layout':
+    num_rows, num_columns, width = head.x.shape
+    scope, axes = current_sharding_scope(), [(), ()]
+    if scope is not None and head.logits_split_dims is not None:
+      spec = scope.activation_spec(head.logits_split_dims[:2], (num_rows, num_columns), is_even=True)
+      axes = [tuple(axis for axis in dim if scope.mesh.shape[axis] > 1) for dim in spec_axes(spec, 2)]
+    rows, columns = (1 if not dim or scope is None else num_parts(dim, scope.mesh.shape) for dim in axes)
+    num_tokens = max(1, num_rows * num_columns // (rows * columns))
+    chunks = head.num_chunks
+    chunks = -(-num_tokens // max(width, _FEWEST_TOKENS)) if chunks == 'auto' else min(chunks, num_tokens)
+    return cls((*axes[0], *axes[1]), rows, columns, num_rows, num_columns, chunks)
+
+  @property
+  def num_parts(self) -> int:
+    return self.rows * self.columns
+
+  def chunks(self, x: jax.Array) -> jax.Array:
+    """Returns [N, P, m, ...] for x [B, T, ...], padded with zeros."""
+    others = x.shape[2:]
+    x = x.reshape(self.rows, self.num_rows // self.rows, self.columns, self.num_columns // self.columns, *others)
+    x = jnp.moveaxis(x, 2, 1).reshape(self.num_parts, -1, *others)
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % self.num_chunks), *[(0, 0)] * len(others)])
+    return self.constrain(jnp.moveaxis(x.reshape(self.num_parts, self.num_chunks, -1, *others), 1, 0), dim=1)
+
+  def whole(self, x: jax.Array) -> jax.Array:
+    """Returns [B, T, ...] for x [N, P, m, ...]: the inverse of `chunks`."""
+    others, (rows, columns) = x.shape[3:], (self.num_rows // self.rows, self.num_columns // self.columns)
+    x = jnp.moveaxis(x, 0, 1).reshape(self.num_parts, -1, *others)[:, : rows * columns]
+    x = jnp.moveaxis(x.reshape(self.rows, self.columns, rows, columns, *others), 1, 2)
+    return x.reshape(self.num_rows, self.num_columns, *others)
+
+  def constrain(self, x: jax.Array, *, dim: int, others: Mapping[int, Any] | None = None) -> jax.Array:
+    """Constrains the parts in dim `dim` of x to their devices, and other dims to the entries of a PartitionSpec."""
+    scope = current_sharding_scope()
+    if scope is None or not (self.axes or others):
+      return x
+    entries = [None] * x.ndim
+    for other, entry in {dim: spec_entry(self.axes), **(others or {})}.items():
+      entries[other] = entry
+    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*entries)))
+
+
+class _Product(struct.PyTreeNode):
+  """The product of a chunk's activations with the kernel, and its derivatives; static, without arrays."""
+
+  layout: _Layout = struct.field(pytree_node=False)
+  is_table: bool = struct.field(pytree_node=False)
+  divisor: float = struct.field(pytree_node=False)
+  cap: float | None = struct.field(pytree_node=False)
+  temperature: float = struct.field(pytree_node=False)
+  vocab_entry: Any = struct.field(pytree_node=False)
+
+  @classmethod
+  def of(cls, head: SoftmaxHead, layout: _Layout) -> '_Product':
+    scope, entry = current_sharding_scope(), None
+    if scope is not None and head.logits_split_dims is not None:
+      entry = spec_entry(spec_axes(scope.spec(head.logits_split_dims), 3)[2])
+    return cls(layout, head.is_table, head.divisor, head.cap, head.temperature, entry)
+
+  @property
+  def _kernel_dims(self) -> str:
+    return 'PVD' if self.is_table else 'PDV'
+
+  def _constrained(self, logits: jax.Array) -> jax.Array:
+    return self.layout.constrain(logits, dim=0, others={2: self.vocab_entry} if self.vocab_entry else None)
+
+  def logits(self, kernel: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns float32 [P, m, V] for x [P, m, D]."""
+    logits = jnp.einsum(f'PmD,{self._kernel_dims}->PmV', x, kernel, preferred_element_type=jnp.float32)
+    logits = soft_cap(logits if self.divisor == 1 else logits / self.divisor, self.cap)
+    return self._constrained(logits if self.temperature == 1 else logits / self.temperature)
+
+  def gradients(
+    self, kernel: jax.Array, x: jax.Array, logits: jax.Array, cotangent: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of the kernel, float32, and of x, from the cotangent of the logits."""
+    if self.cap is not None:
+      cotangent *= 1.0 - jnp.square(logits * (self.temperature / self.cap))
+    scale = 1.0 / (self.divisor * self.temperature)
+    cotangent = self._constrained((cotangent if scale == 1 else cotangent * scale).astype(x.dtype))
+    of_kernel = jnp.einsum(f'PmD,PmV->{self._kernel_dims}', x, cotangent, preferred_element_type=jnp.float32)
+    return of_kernel, jnp.einsum(f'PmV,{self._kernel_dims}->PmD', cotangent, kernel)
+
+  def zeros(self, kernel: jax.Array) -> jax.Array:
+    return self.constrained_kernel(jnp.zeros(kernel.shape, jnp.float32))
+
+  def constrained_kernel(self, gradient: jax.Array) -> jax.Array:
+    others = {1 if self.is_table else 2: self.vocab_entry} if self.vocab_entry else None
+    return self.layout.constrain(gradient, dim=0, others=others)
+
+
+def _over_chunks(step: Callable[..., Any], carry: Any, arrays: Any) -> tuple[Any, Any]:
+  """Scans over the chunks; one chunk needs no loop."""
+  if len(jax.tree.leaves(arrays)[0]) > 1:
+    return jax.lax.scan(step, carry, arrays)
+  carry, results = step(carry, jax.tree.map(lambda x: x[0], arrays))
+  return carry, jax.tree.map(lambda x: x[None], results)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(product: _Product, kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
+  """Returns LabelScores [N, P, m] for the kernel [P, ...], x [N, P, m, D] and labels [N, P, m]."""
+  step = lambda _, chunk: (None, _label_scores(product.logits(kernel, chunk[0]), chunk[1]))
+  return _over_chunks(step, None, (x, labels))[1]
+
+
+def _scores_forward(product, kernel, x, labels):
+  scores = _scores(product, kernel, x, labels)
+  return scores, (kernel, x, labels, scores.log_normalizer)
+
+
+def _scores_backward(product, saved, cotangent):
+  kernel, *chunks = saved
+
+  def step(total, chunk):
+    x, labels, log_normalizer, cotangents = chunk
+    logits = product.logits(kernel, x)
+    cotangent = _logits_cotangent(logits, labels, log_normalizer, cotangents)
+    of_kernel, of_x = product.gradients(kernel, x, logits, cotangent)
+    return product.constrained_kernel(total + of_kernel), of_x
+
+  total, of_x = _over_chunks(step, product.zeros(kernel), (*chunks, cotangent.differentiable))
+  return total.astype(kernel.dtype), of_x, None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _total(
+  product: _Product, objective: Objective, kernel: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, LabelScores]:
+  """Returns the sum of objective * weight, and LabelScores [N, P, m]; arguments are those of `_scores`."""
+  scores = _scores(product, kernel, x, labels)
+  return jnp.sum(objective(scores, weights) * weights), scores
+
+
+def _total_forward(product, objective, kernel, x, labels, weights):
+  def step(total, chunk):
+    x, labels, weights = chunk
+    logits = product.logits(kernel, x)
+    scores = _label_scores(logits, labels)
+
+    def losses(log_normalizer, label_logit, mean_logit):
+      numbers = {'log_normalizer': log_normalizer, 'label_logit': label_logit, 'mean_logit': mean_logit}
+      return objective(scores.replace(**numbers), weights) * weights
+
+    per_token, pull_back = jax.vjp(losses, *scores.differentiable)
+    cotangents = pull_back(jnp.ones_like(per_token))
+    cotangent = _logits_cotangent(logits, labels, scores.log_normalizer, cotangents)
+    of_kernel, of_x = product.gradients(kernel, x, logits, cotangent)
+    return product.constrained_kernel(total + of_kernel), (per_token, scores, of_x)
+
+  of_kernel, (per_token, scores, of_x) = _over_chunks(step, product.zeros(kernel), (x, labels, weights))
+  return (jnp.sum(per_token), scores), (of_kernel.astype(kernel.dtype), of_x)
+
+
+def _total_backward(product, objective, saved, cotangents):
+  del product, objective
+  return *(x * cotangents[0].astype(x.dtype) for x in saved), None, None
+
+
+_total.defvjp(_total_forward, _total_backward)

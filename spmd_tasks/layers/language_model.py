@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, V vocab, D model, L layers.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -30,9 +30,9 @@ class LanguageModel(WithSublayers, kw_only=True):
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
     masks_zeros: whether the inputs of all sublayers are zeroed at tokens of id 0, except the first of a row and one
       that another token follows (Flaxformer's mask, which decides which padding the experts of a mixture compute).
-    num_logit_chunks: if more than 1 and the batch has `labels`, the logits are computed in so many chunks of tokens,
-      and the model returns `label_scores` in place of `logits`. It must divide T. Set it if B x T x V is large: float32
-      logits of 8,192 tokens and 128,256 words take 4.2 GB.
+    num_logit_chunks: in how many chunks of a device's tokens a loss computes the logits and their gradient, which take
+      4.2 GB each in float32 for 8,192 tokens and 128,256 words; 1 for all at once. 'auto' has chunks of max(D, 256)
+      tokens. Results are the same.
     scatters_gradients: whether gradients of kernels that are sharded over the tokens' devices are reduce-scattered by
       explicit collectives, or summed as XLA chooses. Faster on TPUs on a mesh with a `replica` axis; see
       scattered_gradients.py.
@@ -49,18 +49,20 @@ class LanguageModel(WithSublayers, kw_only=True):
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
   masks_zeros: bool = False
-  num_logit_chunks: int = 1
+  num_logit_chunks: int | Literal['auto'] = 'auto'
   scatters_gradients: bool = False
   balances_tokens: bool = False
 
   def __post_init__(self):
-    if self.num_logit_chunks < 1:
-      raise UserError(f'num_logit_chunks={self.num_logit_chunks} must be at least 1 (all logits at once).')
+    if self.num_logit_chunks != 'auto' and not (isinstance(self.num_logit_chunks, int) and self.num_logit_chunks > 0):
+      raise UserError(f"num_logit_chunks={self.num_logit_chunks!r} must be at least 1 (all logits at once), or 'auto'.")
     super().__post_init__()
 
   @nn.compact
   def __call__(self, batch: Mapping[str, jax.Array], train: bool = False) -> dict[str, Any]:
-    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}; with `num_logit_chunks`, 'label_scores', not 'logits'.
+    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}, and a SoftmaxHead as 'softmax_head' for losses.
+
+    A loss reads one of the two; a compiled program computes only what is read.
 
     Args:
       batch: `ids` int32 [B, T], and optionally
@@ -68,7 +70,7 @@ class LanguageModel(WithSublayers, kw_only=True):
           Without both, a row is one document. `segment_ids` need `segment_pos`.
         `logit_columns`: int32 [B, n]; logits are computed for these columns of T only, [B, n, V].
         `logit_rows`: int32 [n]; logits are computed for these rows of B only, [n, T, V].
-        `labels`: int32 [B, T], which only `num_logit_chunks` reads.
+        `labels`: int32 [B, T]; without them, or with an adapter of the logits, there is no 'softmax_head'.
         `prefix_mask`: [B, T]; tokens where it is 1 attend to one another in both directions, within their document.
       train: whether dropout is on, which needs the rng `dropout`.
     """
@@ -109,11 +111,16 @@ class LanguageModel(WithSublayers, kw_only=True):
     if 'logit_rows' in batch:
       x = jnp.take(x, batch['logit_rows'], axis=0, mode='clip')
     x = self._dropout(self.final_norm(x), train)
-    others = {'aux': dict(aux), **self._other_predictions(x)}
-    if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
-      scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
-      return {'label_scores': scores, **others}
-    return {'logits': self.embedding.attend(x), **others}
+    has_labels = 'labels' in batch and 'logit_columns' not in batch
+    return {**self._logits_of(x, has_labels), 'aux': dict(aux), **self._other_predictions(x)}
+
+  @nn.nowrap
+  def _logits_of(self, x: jax.Array, has_labels: bool) -> dict[str, Any]:
+    """Returns the logits of the final norm's output x, and a SoftmaxHead if there are labels."""
+    head = None
+    if has_labels and not current_layer_scope().plain_products:
+      head = self.embedding.softmax_head(x, num_chunks=self.num_logit_chunks)
+    return {'logits': self.embedding.attend(x), **({} if head is None else {'softmax_head': head})}
 
   @nn.nowrap
   def _other_predictions(self, x: jax.Array) -> dict[str, jax.Array]:

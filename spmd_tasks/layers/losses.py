@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError, is_own, own_code_errors
 from spmd_tasks.layers.base import describe, train_flags
-from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.label_scores import LabelScores, total_of
 
 
 class LossOutput(struct.PyTreeNode):
@@ -374,48 +374,34 @@ class LanguageModelLoss(WithAuxLosses):
     """Computes the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V], or the LabelScores [B, T] as `label_scores`. Optionally `aux` {name:
-        scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights` reads, and `nextn` and
-        `nextn_loss_weight` of heads (layers/nextn.py).
+      predictions: `logits` float [B, T, V], or a SoftmaxHead as `softmax_head`, which computes them in chunks.
+        Optionally `aux` {name: scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights` reads, and
+        `nextn` and `nextn_loss_weight` of heads (layers/nextn.py).
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
         T] in [0, T], the document of each token; without them, a row is one document.
     """
     weights = batch['weights'].astype(jnp.float32)
-    scores = predicted_label_scores(predictions, batch['labels'])
-    log_normalizer = scores.log_normalizer  # [B, T]
-    cross_entropy = jnp.where(scores.is_known | (weights == 0), log_normalizer - scores.label_logit, jnp.nan)
-    objective = cross_entropy
-    if smoothing := self.label_smoothing:
-      entropy = 0.0
-      if self.smoothing == 'others':
-        others = scores.vocab_size - 1
-        low = smoothing / others
-        entropy = -(1.0 - smoothing) * math.log1p(-smoothing) - smoothing * math.log(low + 1e-20)
-        smoothing += low  # spread over all tokens, it leaves 1 - s on the label
-      uniform = log_normalizer - scores.mean_logit  # cross-entropy to the uniform distribution
-      objective = (1.0 - smoothing) * cross_entropy + smoothing * uniform - entropy
+    loss_weights, loss_weight, is_sum, divisor = weights, jnp.sum(weights), False, None
+    if self.normalization == 'all_tokens':
+      loss_weight = jnp.float32(weights.size)
+    elif self.normalization == 'sequences':
+      loss_weights = _shares_of_documents(weights, batch.get('segment_ids'))
+      loss_weight = jnp.sum(loss_weights)
+    elif self.normalization != 'tokens':
+      is_sum, divisor = True, 1.0 if self.normalization == 'sum' else self.normalization
+    total, scores = total_of(predictions, batch['labels'], self._objective, loss_weights)
+    loss = _divide(total, loss_weight) if divisor is None else total / divisor
+
+    cross_entropy, objective = _cross_entropy(scores, weights), self._objective(scores, weights)
     # A tie with another logit counts as wrong, so that a collapsed model does not look perfect.
     correct = (scores.label_logit > scores.highest_other).astype(jnp.float32)
     per_token = {'cross_entropy': cross_entropy, 'accuracy': correct}
     if self.z_loss_weight:
-      per_token['z_loss'] = self.z_loss_weight * jnp.square(log_normalizer)
-      objective = objective + per_token['z_loss']
+      per_token['z_loss'] = self.z_loss_weight * jnp.square(scores.log_normalizer)
     # One sum over a stack: if B is sharded, separate sums would be separate all-reduces.
-    stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
+    stack = jnp.stack([*per_token.values(), jnp.ones_like(weights)])
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
-    loss, *means = (_divide(total, weight) for total in totals)
-    loss_weight, is_sum, divisor = weight, False, None
-    if self.normalization == 'all_tokens':
-      loss_weight = jnp.float32(weights.size)
-      loss = totals[0] / loss_weight
-    elif self.normalization == 'sequences':
-      shares = _shares_of_documents(weights, batch.get('segment_ids'))
-      loss_weight = jnp.sum(shares)
-      loss = _divide(jnp.sum(objective * shares), loss_weight)
-    elif self.normalization != 'tokens':
-      is_sum, divisor = True, 1.0 if self.normalization == 'sum' else self.normalization
-      loss = totals[0] / divisor
-    metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
+    metrics = {name: (_divide(total, weight), weight) for name, total in zip(per_token, totals, strict=True)}
     if heads := predictions.get('nextn'):
       total = total_loss_of_heads(heads, batch, _shares_of_documents if self.normalization == 'sequences' else None)
       metrics['nextn_loss'] = (_divide(total, loss_weight), loss_weight)
@@ -434,6 +420,27 @@ class LanguageModelLoss(WithAuxLosses):
       per_example=per_example,
     )
 
+  def _objective(self, scores: LabelScores, weights: jax.Array) -> jax.Array:
+    """Returns the loss of each token, which is NaN for an unknown label unless its weight is 0."""
+    objective = cross_entropy = _cross_entropy(scores, weights)
+    if smoothing := self.label_smoothing:
+      entropy = 0.0
+      if self.smoothing == 'others':
+        others = scores.vocab_size - 1
+        low = smoothing / others
+        entropy = -(1.0 - smoothing) * math.log1p(-smoothing) - smoothing * math.log(low + 1e-20)
+        smoothing += low  # spread over all tokens, it leaves 1 - s on the label
+      uniform = scores.log_normalizer - scores.mean_logit  # cross-entropy to the uniform distribution
+      objective = (1.0 - smoothing) * cross_entropy + smoothing * uniform - entropy
+    if self.z_loss_weight:
+      objective = objective + self.z_loss_weight * jnp.square(scores.log_normalizer)
+    return objective
+
+
+def _cross_entropy(scores: LabelScores, weights: jax.Array) -> jax.Array:
+  """Returns the cross-entropy of each token, which is NaN for an unknown label unless its weight is 0."""
+  return jnp.where(scores.is_known | (weights == 0), scores.log_normalizer - scores.label_logit, jnp.nan)
+
 
 def total_loss_of_heads(
   heads: Sequence[Mapping[str, Any]], batch: Mapping[str, jax.Array], shares: Callable[..., jax.Array] | None
@@ -450,9 +457,7 @@ def total_loss_of_heads(
     token_weights = jnp.where(is_same, shift(weights, num), 0.0)
     if shares is not None:
       token_weights = shares(token_weights, batch.get('segment_ids'))
-    scores = predicted_label_scores(head, shift(labels, num))
-    cross_entropy = jnp.where(scores.is_known, scores.log_normalizer - scores.label_logit, jnp.nan)
-    totals.append(jnp.sum(jnp.where(token_weights == 0, 0.0, cross_entropy * token_weights)))
+    totals.append(total_of(head, shift(labels, num), _cross_entropy, token_weights)[0])
   return jnp.mean(jnp.stack(totals))
 
 

@@ -65,7 +65,7 @@ class NextnHead(WithSublayers, kw_only=True):
 class NextnLanguageModel(LanguageModel, kw_only=True):
   """A LanguageModel with a chain of heads; head k (from 0) predicts the token k + 2 positions ahead.
 
-  If the batch has labels, the predictions have `nextn`, a list with the logits or label scores of each head. In
+  If the batch has labels, the predictions have `nextn`, a list with the logits, and the SoftmaxHead, of each head. In
   generation, a batch with `returns_hidden` writes the activations h to `new_cache`, and a batch with `hidden` [B, T, D]
   and the tokens that follow as `ids` returns the logits of head number `nextn`; see decoding/nextn_drafts.py.
 
@@ -103,16 +103,12 @@ class NextnLanguageModel(LanguageModel, kw_only=True):
     if current_layer_scope().cache is not None or not ('labels' in batch or self.is_initializing()):
       return super()._predict_of(x, aux, batch, text, train)
     heads: list[Any] = []
-    hidden, labels = self._dropout(self.final_norm(x), train), batch.get('labels')
+    hidden = self._dropout(self.final_norm(x), train)
     for number in range(self.num_nextn_predict_layers):
       embedded = self._dropout(self.embedding(shift(batch['ids'], number + 1)), train)
       hidden, head_aux = self._head(number)(hidden, embedded, **text, train=train)
       hidden, aux = self._dropout(hidden, train), join_aux(aux, head_aux)
-      if self.num_logit_chunks > 1 and labels is not None:
-        following = shift(labels, number + 1)
-        heads.append({'label_scores': self.embedding.label_scores(hidden, following, num_chunks=self.num_logit_chunks)})
-      else:
-        heads.append({'logits': self.embedding.attend(hidden)})
+      heads.append(self._logits_of(hidden, 'labels' in batch))
     return {
       **super()._predict_of(x, aux, batch, text, train),
       'nextn': heads,

@@ -1,5 +1,7 @@
 """Defines DenseLanguageModel, the base of the registered `lm` experiments, and a good one for yours."""
 
+from typing import Literal
+
 import fiddle as fdl
 
 from spmd_tasks.errors import UserError
@@ -31,7 +33,7 @@ class DenseLanguageModel(TextTraining):
   hidden_dims: int = 384
   dtype: str = 'float32'  # of the computation; weights are float32
   remat_policy: str = 'none'
-  num_logit_chunks: int = 1  # see LanguageModel
+  num_logit_chunks: int | Literal['auto'] = 'auto'  # see LanguageModel
   scatters_gradients: bool = False  # see LanguageModel
   num_nextn_predict_layers: int = 0  # heads that predict further tokens, as DeepSeek-V3 has one
 

@@ -91,11 +91,11 @@ class DistillationLoss(WithAuxLosses):
         With `teacher_ids` int32 [B, T, K], `teacher_log_probs` [B, T, K] are for these tokens, and all other tokens
         count as one.
     """
-    output = LanguageModelLoss()({name: x for name, x in predictions.items() if name != 'aux'}, batch)
+    # With a teacher all logits are needed; computing them also in chunks would be one more product.
+    left_out = {'aux', 'softmax_head'} if _LOG_PROBS in batch else {'aux'}
+    output = LanguageModelLoss()({name: x for name, x in predictions.items() if name not in left_out}, batch)
     loss = output.loss
     if _LOG_PROBS in batch:
-      if 'logits' not in predictions:
-        raise UserError('distillation needs all logits at once, but num_logit_chunks divides them: set it to 1.')
       student, teacher = jax.nn.log_softmax(predictions['logits'] / self.temperature, axis=-1), batch[_LOG_PROBS]
       if _IDS in batch:
         student = _with_rest(jnp.take_along_axis(student, batch[_IDS], axis=-1))

@@ -91,7 +91,7 @@ class PolicyLoss(ReferenceLoss):
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
 
     Args:
-      predictions: `logits` float [B, T, V] or `label_scores`; optionally `aux`; `values` float [B, T] if value_weight
+      predictions: `logits` float [B, T, V] or `softmax_head`; optionally `aux`; `values` float [B, T] if value_weight
         is not 0.
       batch: `labels` int32 [B, T];
         `weights` float [B, T], 1 on the tokens of completions;

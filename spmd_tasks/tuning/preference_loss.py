@@ -19,7 +19,7 @@ from spmd_tasks.adapters.adapted_weights import AdapterNames, adapters_of, witho
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput, losses_by_source
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.label_scores import label_scores_of
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import split_microbatches
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
@@ -48,17 +48,17 @@ class PairLogProbs(NamedTuple):
   judgement: jax.Array
 
 
-def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> PairLogProbs:
+def pair_log_probs(log_probs: jax.Array, batch: Mapping[str, jax.Array]) -> PairLogProbs:
   """Sums the log-probabilities of the answers' tokens.
 
   Args:
-    predictions: `logits` float [B, T, V] or `label_scores`.
+    log_probs: `label_log_probs` of the model, float32 [B, T].
     batch: `labels`, `segment_ids` int32 [B, T]; `weights` float [B, T], 1 on answers; `reference_log_probs`
       float [B, T], whose sum over a segment is the reference model's log-probability of its answer; optionally
       `judgement` float [B, T], whose sum over the first segment of a pair is the pair's judgement.
   """
   weights = batch['weights'].astype(jnp.float32)
-  log_probs = answer_log_probs(predictions, batch)
+  log_probs = jnp.where(weights == 0, 0.0, log_probs) * weights
   judgement = batch.get('judgement', jnp.zeros_like(weights))
   totals = _sums_of_segments(batch, [log_probs, batch['reference_log_probs'], weights, judgement])
   chosen, rejected = (jnp.moveaxis(totals[:, side::2], -1, 0) for side in (0, 1))  # [4, B, P]
@@ -81,16 +81,17 @@ def answer_log_probs(
 ) -> jax.Array:
   """Returns the log-probabilities of the answers' tokens by logits / temperature, and 0 elsewhere: float32 [B, T]."""
   weights = batch['weights'].astype(jnp.float32)
-  if temperature != 1:
-    if 'logits' not in predictions:
-      raise UserError(f'temperature={temperature} needs all logits: set task.model.num_logit_chunks=1.')
-    predictions = {'logits': predictions['logits'].astype(jnp.float32) / temperature}
-  return jnp.where(weights == 0, 0.0, _log_probs(predictions, batch)) * weights
+  return jnp.where(weights == 0, 0.0, label_log_probs(predictions, batch, temperature)) * weights
 
 
-def _log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the log-probability of each label, float32 [B, T]; NaN if a label is outside the vocabulary."""
-  scores = predicted_label_scores(predictions, batch['labels'])
+def label_log_probs(
+  predictions: Mapping[str, Any], batch: Mapping[str, jax.Array], temperature: float = 1.0
+) -> jax.Array:
+  """Returns the log-probability of each label, float32 [B, T]; NaN if a label is outside the vocabulary.
+
+  The predictions have `logits` float [B, T, V], or a SoftmaxHead as `softmax_head`.
+  """
+  scores = label_scores_of(predictions, batch['labels'], temperature)
   return jnp.where(scores.is_known, scores.label_logit - scores.log_normalizer, jnp.nan)
 
 
@@ -219,7 +220,7 @@ class PreferenceLoss(ReferenceLoss):
 
     def sums_of(part: Mapping[str, jax.Array]) -> jax.Array:
       part = self.prepare_batch(task, variables, part)
-      return _divergence_sums(pair_log_probs(task.predict(variables, part), part))
+      return _divergence_sums(pair_log_probs(label_log_probs(task.predict(variables, part), part), part))
 
     sums = jax.lax.map(sums_of, split_microbatches(batch, num_microbatches))
     divergence = _divergence(jnp.sum(sums, axis=0))
@@ -229,10 +230,11 @@ class PreferenceLoss(ReferenceLoss):
     """Computes the LossOutput, whose weight is the number of pairs.
 
     Args:
-      predictions: see `pair_log_probs`; optionally `aux`, see LanguageModelLoss.
+      predictions: see `label_log_probs`; optionally `aux`, see LanguageModelLoss.
       batch: see `pair_log_probs`; kto requires `judgement`.
     """
-    pairs = pair_log_probs(predictions, batch)
+    log_probs = label_log_probs(predictions, batch)
+    pairs = pair_log_probs(log_probs, batch)
     is_pair = (pairs.num_chosen > 0) & (pairs.num_rejected > 0)
     chosen, rejected = pairs.chosen, pairs.rejected
     if self.kind != 'orpo':
@@ -277,7 +279,7 @@ class PreferenceLoss(ReferenceLoss):
     metrics = {name: (mean, count) for name, mean, count in zip(per_pair, means, weights, strict=True)}
     if self.kind == 'orpo':
       shares = batch.get('chosen_weights', _chosen_weights(batch))
-      nll = -jnp.sum(jnp.where(shares == 0, 0.0, _log_probs(predictions, batch)) * shares) / jnp.maximum(weight, 1.0)
+      nll = -jnp.sum(jnp.where(shares == 0, 0.0, log_probs) * shares) / jnp.maximum(weight, 1.0)
       loss, metrics['chosen_nll'] = loss + nll, (nll, weight)
     metrics |= losses_by_source(objective, is_pair.astype(jnp.float32), batch)
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))

@@ -29,7 +29,7 @@ from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.inputs.mixture import map_sources, sources_of
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.tuning.preference_loss import ReferenceLoss, pair_log_probs
+from spmd_tasks.tuning.preference_loss import ReferenceLoss, label_log_probs, pair_log_probs
 from spmd_tasks.tuning.preferences import PreferenceInput
 
 _DIRECTORY = 'reference'
@@ -149,7 +149,8 @@ def _compute(
 
   def reference_step(variables, batch):
     predictions = model.task.predict(variables, batch)
-    sums = pair_log_probs(predictions, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
+    log_probs = label_log_probs(predictions, batch)
+    sums = pair_log_probs(log_probs, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
     # The record of each pair, from the tokens of its first segment: [B, P].
     num_pairs = sums.chosen.shape[1]
     is_chosen = batch['segment_ids'] % 2 == 1

@@ -141,10 +141,7 @@ class FormulaRunner:
     def evaluate(variables, batch):
       with self.model.scope():
         if has_formula(task):
-          unlabeled = {name: rows for name, rows in batch.items() if name != 'labels'}
           predictions = task.predict(variables, batch)
-          if 'label_scores' in predictions:
-            predictions = task.predict(variables, unlabeled)
           if 'nextn' not in predictions:
             return _formulas.language_model_loss(task.loss, predictions, batch)
         return task.compute_loss(variables, batch, train=False)
@@ -239,19 +236,14 @@ def _forward(task: Any, variables: Any, batch: dict[str, Any], rng: jax.Array) -
   """Runs the training forward pass of a microbatch."""
   mutable = [name for name in variables if name != 'params']
 
-  def predict(batch):
+  predictions: Any = {'nextn': None}
+  if has_formula(task):
     positional, named = task.arguments(batch, train=True)
     with task.layer_context():
       predictions, updated = task.model.apply(
         variables | task.constants(variables, batch), *positional, **named, rngs={'dropout': rng}, mutable=mutable
       )
-    return predictions, declared_updates(updated, variables)
-
-  predictions: Any = {'nextn': None}
-  if has_formula(task):
-    predictions, updated = predict(batch)
-    if 'label_scores' in predictions:  # a model that reads the labels returns these instead of logits
-      predictions, updated = predict({name: values for name, values in batch.items() if name != 'labels'})
+    updated = declared_updates(updated, variables)
   if 'nextn' in predictions:  # or a loss without a formula
     output = task.compute_loss(variables, batch, train=True, rng=rng)
     updated = output.updated_variables

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks.adapters.adapted_weights import without_adapters
 from spmd_tasks.sharding.weights import is_quantized
-from spmd_tasks.tuning.preference_loss import pair_log_probs
+from spmd_tasks.tuning.preference_loss import label_log_probs, pair_log_probs
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.tuning.preference_experiments import (
   BaseDpo,
@@ -64,7 +64,8 @@ def test_the_base_as_a_reference_is_the_model_before_its_adapters_were_trained()
     return jax.jit(jax.value_and_grad(compute))(trained['params'])
 
   prepared = jax.jit(lambda weights: task.loss.prepare_batch(task, weights, batch))(trained)
-  pairs = pair_log_probs(jax.jit(lambda weights: task.predict(weights, batch))(at_start), prepared)
+  log_probs = jax.jit(lambda weights: label_log_probs(task.predict(weights, batch), batch))(at_start)
+  pairs = pair_log_probs(log_probs, prepared)
   np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)  # by two programs
   noise = batch | {'reference_log_probs': batch['weights'] * 7}
   (value, gradient) = loss_of(task.loss, noise)
