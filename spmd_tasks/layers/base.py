@@ -97,6 +97,12 @@ def float32_product(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array
   return product
 
 
+def instantiate(cotangent: Any) -> jax.Array:
+  """Returns a cotangent of a `jax.custom_vjp` with `symbolic_zeros` as an array."""
+  is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+  return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+
+
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
   """Returns cap * tanh(x / cap), which is within +-cap and close to x for small x (Gemma 2, 2024); x if cap is None."""
   return x if cap is None else cap * jnp.tanh(x / cap)

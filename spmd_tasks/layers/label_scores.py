@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.layers.base import current_layer_scope, soft_cap
+from spmd_tasks.layers.base import current_layer_scope, instantiate, soft_cap
 from spmd_tasks.layers.scattered_gradients import multiply_on_devices
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes, spec_entry
@@ -281,21 +281,28 @@ class _Product(struct.PyTreeNode):
     logits = soft_cap(logits if self.divisor == 1 else logits / self.divisor, self.cap)
     return self._constrained(logits if self.temperature == 1 else logits / self.temperature)
 
-  def gradients(
-    self, kernel: jax.Array, x: jax.Array, logits: jax.Array, cotangent: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the kernel, float32, and of x, from the cotangent of the logits."""
+  def add_gradients(
+    self, total: jax.Array | None, kernel: jax.Array, x: jax.Array, logits: jax.Array, cotangent: jax.Array
+  ) -> tuple[jax.Array | None, jax.Array]:
+    """Returns `total` + the gradient of the kernel, float32, and the gradient of x, from the cotangent of the logits.
+
+    Without a total, as of a frozen kernel, only the gradient of x.
+    """
     if self.cap is not None:
       cotangent *= 1.0 - jnp.square(logits * (self.temperature / self.cap))
     scale = 1.0 / (self.divisor * self.temperature)
     cotangent = self._constrained((cotangent if scale == 1 else cotangent * scale).astype(x.dtype))
+    of_x = jnp.einsum(f'PmV,{self._kernel_dims}->PmD', cotangent, kernel)
+    if total is None:
+      return None, of_x
     of_kernel = jnp.einsum(f'PmD,PmV->{self._kernel_dims}', x, cotangent, preferred_element_type=jnp.float32)
-    return of_kernel, jnp.einsum(f'PmV,{self._kernel_dims}->PmD', cotangent, kernel)
+    return self._constrained_kernel(total + of_kernel), of_x
 
   def zeros(self, kernel: jax.Array) -> jax.Array:
-    return self.constrained_kernel(jnp.zeros(kernel.shape, jnp.float32))
+    """Returns the kernel's gradient before the first chunk."""
+    return self._constrained_kernel(jnp.zeros(kernel.shape, jnp.float32))
 
-  def constrained_kernel(self, gradient: jax.Array) -> jax.Array:
+  def _constrained_kernel(self, gradient: jax.Array) -> jax.Array:
     others = {1 if self.is_table else 2: self.vocab_entry} if self.vocab_entry else None
     return self.layout.constrain(gradient, dim=0, others=others)
 
@@ -311,30 +318,37 @@ def _over_chunks(step: Callable[..., Any], carry: Any, arrays: Any) -> tuple[Any
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(product: _Product, kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
   """Returns LabelScores [N, P, m] for the kernel [P, ...], x [N, P, m, D] and labels [N, P, m]."""
+  return _scores_of_chunks(product, kernel, x, labels)
+
+
+def _scores_of_chunks(product: _Product, kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
   step = lambda _, chunk: (None, _label_scores(product.logits(kernel, chunk[0]), chunk[1]))
   return _over_chunks(step, None, (x, labels))[1]
 
 
 def _scores_forward(product, kernel, x, labels):
-  scores = _scores(product, kernel, x, labels)
-  return scores, (kernel, x, labels, scores.log_normalizer)
+  is_trained = () if kernel.perturbed else None  # a bool would become an array
+  kernel, x, labels = kernel.value, x.value, labels.value
+  scores = _scores_of_chunks(product, kernel, x, labels)
+  return scores, (is_trained, kernel, x, labels, scores.log_normalizer)
 
 
 def _scores_backward(product, saved, cotangent):
-  kernel, *chunks = saved
+  is_trained, kernel, *chunks = saved
 
   def step(total, chunk):
     x, labels, log_normalizer, cotangents = chunk
     logits = product.logits(kernel, x)
     cotangent = _logits_cotangent(logits, labels, log_normalizer, cotangents)
-    of_kernel, of_x = product.gradients(kernel, x, logits, cotangent)
-    return product.constrained_kernel(total + of_kernel), of_x
+    return product.add_gradients(total, kernel, x, logits, cotangent)
 
-  total, of_x = _over_chunks(step, product.zeros(kernel), (*chunks, cotangent.differentiable))
-  return total.astype(kernel.dtype), of_x, None
+  total = None if is_trained is None else product.zeros(kernel)
+  cotangents = tuple(instantiate(x) for x in cotangent.differentiable)
+  total, of_x = _over_chunks(step, total, (*chunks, cotangents))
+  return None if total is None else total.astype(kernel.dtype), of_x, None
 
 
-_scores.defvjp(_scores_forward, _scores_backward)
+_scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -342,11 +356,14 @@ def _total(
   product: _Product, objective: Objective, kernel: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, LabelScores]:
   """Returns the sum of objective * weight, and LabelScores [N, P, m]; arguments are those of `_scores`."""
-  scores = _scores(product, kernel, x, labels)
+  scores = _scores_of_chunks(product, kernel, x, labels)
   return jnp.sum(objective(scores, weights) * weights), scores
 
 
 def _total_forward(product, objective, kernel, x, labels, weights):
+  total = product.zeros(kernel.value) if kernel.perturbed else None
+  kernel, *chunks = (argument.value for argument in (kernel, x, labels, weights))
+
   def step(total, chunk):
     x, labels, weights = chunk
     logits = product.logits(kernel, x)
@@ -359,16 +376,18 @@ def _total_forward(product, objective, kernel, x, labels, weights):
     per_token, pull_back = jax.vjp(losses, *scores.differentiable)
     cotangents = pull_back(jnp.ones_like(per_token))
     cotangent = _logits_cotangent(logits, labels, scores.log_normalizer, cotangents)
-    of_kernel, of_x = product.gradients(kernel, x, logits, cotangent)
-    return product.constrained_kernel(total + of_kernel), (per_token, scores, of_x)
+    total, of_x = product.add_gradients(total, kernel, x, logits, cotangent)
+    return total, (per_token, scores, of_x)
 
-  of_kernel, (per_token, scores, of_x) = _over_chunks(step, product.zeros(kernel), (x, labels, weights))
-  return (jnp.sum(per_token), scores), (of_kernel.astype(kernel.dtype), of_x)
+  of_kernel, (per_token, scores, of_x) = _over_chunks(step, total, chunks)
+  gradients = None if of_kernel is None else of_kernel.astype(kernel.dtype), of_x
+  return (jnp.sum(per_token), scores), gradients
 
 
-def _total_backward(product, objective, saved, cotangents):
+def _total_backward(product, objective, gradients, cotangents):
   del product, objective
-  return *(x * cotangents[0].astype(x.dtype) for x in saved), None, None
+  factor = instantiate(cotangents[0])
+  return *(None if x is None else x * factor.astype(x.dtype) for x in gradients), None, None
 
 
-_total.defvjp(_total_forward, _total_backward)
+_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)

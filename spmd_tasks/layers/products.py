@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.base import current_layer_scope, instantiate
 from spmd_tasks.layers.scattered_gradients import multiply_on_devices
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
@@ -56,7 +56,38 @@ class Product(Protocol):
 
 def plain_product(x: jax.Array, kernel: DeclaredKernel) -> jax.Array:
   """Returns x . kernel, both cast to the kernel's dtype."""
-  return multiply_kernel(functools.partial(jnp.tensordot, axes=kernel.num_input_dims), x, kernel)
+  return multiply_kernel(functools.partial(_contract, kernel.num_input_dims), x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(num_dims: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns [T..., O...] for x [T..., I...] and the kernel [I..., O...].
+
+  JAX's own gradient of the kernel is computed as [O..., I...] and transposed, for which XLA's CPU compiler writes the
+  gradient of the result in another order.
+  """
+  return jnp.tensordot(x, kernel, axes=num_dims)
+
+
+def _contract_forward(num_dims, x, kernel):
+  saved = x.value if kernel.perturbed else None, kernel.value if x.perturbed else None  # a frozen kernel needs no x
+  return jnp.tensordot(x.value, kernel.value, axes=num_dims), saved
+
+
+def _contract_backward(num_dims, saved, cotangent):
+  x, kernel = saved
+  cotangent, of_x, of_kernel = instantiate(cotangent), None, None
+  if kernel is not None:
+    outputs = range(num_dims, kernel.ndim)
+    of_outputs = range(cotangent.ndim - len(outputs), cotangent.ndim)
+    of_x = jax.lax.dot_general(cotangent, kernel, ((of_outputs, outputs), ((), ())))
+  if x is not None:
+    tokens = range(x.ndim - num_dims)
+    of_kernel = jax.lax.dot_general(x, cotangent, ((tokens, tokens), ((), ())))
+  return of_x, of_kernel
+
+
+_contract.defvjp(_contract_forward, _contract_backward, symbolic_zeros=True)
 
 
 def multiply_kernel(

@@ -57,6 +57,23 @@ LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of a layer's input
 _OFFLOADED_PARTS = {'full_quarter_offloaded': 4, 'full_half_offloaded': 2}
 _KEPT_INPUT_NAME = 'kept_layer_input'
 
+# Primitives that compute an element from a few others or move it, and the gathers of sharded weights: XLA fuses their
+# recomputation into what reads them. `lt` is not one of them: it makes the masks of dropout from random bits.
+_ELEMENTWISE = frozenset({
+  'abs', 'add', 'add_any', 'all_gather', 'all_gather_invariant', 'and', 'bitcast_convert_type', 'broadcast_in_dim',
+  'cbrt', 'ceil', 'clamp', 'concatenate', 'convert_element_type', 'copy', 'copy_p', 'cos', 'div', 'dynamic_slice', 'eq',
+  'erf', 'erfc', 'exp', 'exp2', 'expand_dims', 'expm1', 'floor', 'ge', 'gt', 'integer_pow', 'iota', 'is_finite', 'le',
+  'log', 'log1p', 'logistic', 'max', 'mesh_cast', 'min', 'mul', 'name', 'ne', 'neg', 'not', 'optimization_barrier',
+  'or', 'pad', 'pcast', 'pow', 'pvary', 'reduce_precision', 'rem', 'reshape', 'reshard', 'rev', 'round', 'rsqrt',
+  'select_n', 'shard_alike', 'sharding_constraint', 'shift_left', 'shift_right_arithmetic', 'shift_right_logical',
+  'sign', 'sin', 'slice', 'split', 'sqrt', 'square', 'squeeze', 'stop_gradient', 'sub', 'tanh', 'transpose', 'xor',
+})  # fmt: skip
+
+
+def _not_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+  return primitive.name not in _ELEMENTWISE
+
+
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
 _attention = (ATTENTION_NAME, ATTENTION_INPUTS_NAME)
@@ -76,6 +93,8 @@ def _offloaded(*names: str, saved: tuple[str, ...] = ()) -> Callable[..., Any]:
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   # No remat: saves everything.
   'none': None,
+  # Saves everything but the results of elementwise functions, whose recomputation costs no product, kernel or exchange.
+  'elementwise': checkpoint_policies.save_from_both_policies(_not_elementwise, _routing_and_attention),
   # Saves the results of all matmuls, experts' included, and of attention.
   'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing_and_attention),
   # Saves the results of matmuls with weights, and of attention.
@@ -267,7 +286,7 @@ class TransformerStack(WithSublayers, kw_only=True):
   block: nn.Module
   num_layers: int
   scan: bool = True
-  remat_policy: str = 'none'
+  remat_policy: str = 'elementwise'
 
   def __post_init__(self):
     if self.num_layers < 1:

@@ -185,10 +185,15 @@ def _halves_and_doubles(number: int) -> list[int]:
   return [*([number // 2] if number % 2 == 0 else []), 2 * number]
 
 
+def _chunks(number: int | str) -> Sequence[int | str]:
+  """Returns all logits at once for 'auto', or 'auto' and half and twice the chunks."""
+  return ['auto', *_halves_and_doubles(number)] if isinstance(number, int) else [1]
+
+
 _MOVES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
   'remat_policy': _policies,
   'num_microbatches': _halves_and_doubles,
-  'num_logit_chunks': _halves_and_doubles,
+  'num_logit_chunks': _chunks,
 }
 
 

@@ -32,7 +32,7 @@ class DenseLanguageModel(TextTraining):
   num_kv_heads: int | None = None
   hidden_dims: int = 384
   dtype: str = 'float32'  # of the computation; weights are float32
-  remat_policy: str = 'none'
+  remat_policy: str = 'elementwise'  # see TransformerStack
   num_logit_chunks: int | Literal['auto'] = 'auto'  # see LanguageModel
   scatters_gradients: bool = False  # see LanguageModel
   num_nextn_predict_layers: int = 0  # heads that predict further tokens, as DeepSeek-V3 has one

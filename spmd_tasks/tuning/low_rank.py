@@ -53,7 +53,7 @@ class LowRankTuning(PretrainedLanguageModel):
       )
     model = super().language_model()
     for stack in stacks_of(model):
-      if self.base_dtype in QUANTIZED_DTYPES and stack.remat_policy == 'none':
+      if self.base_dtype in QUANTIZED_DTYPES and stack.remat_policy in ('none', 'elementwise'):
         # The backward pass dequantizes the kernels again, instead of keeping them dequantized.
         stack.remat_policy = 'dots'
     if self.adapter:

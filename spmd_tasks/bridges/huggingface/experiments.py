@@ -37,7 +37,7 @@ class PretrainedLanguageModel(TextTraining):
   # folders of a teacher or a reward model.
   accept_config_keys: tuple[str, ...] = ()
   dtype: str | None = None  # of the computation; None for the folder's. Weights are float32 in training.
-  remat_policy: str = 'none'
+  remat_policy: str = 'elementwise'
   # Number of the folder's multi-token prediction heads (DeepSeek-V3, GLM-4-MoE) that the model has; None for all. They
   # are trained, and draft tokens in generation (task.decode.num_drafts). Exports copy the other heads.
   num_nextn_predict_layers: int | None = 0

@@ -65,7 +65,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
   num_microbatches: int
   schedule: ScheduleName = 'gpipe'
   num_repeats: int = 1
-  remat_policy: str = 'none'
+  remat_policy: str = 'elementwise'
 
   def __post_init__(self):
     for name in ('num_layers', 'num_microbatches', 'num_repeats'):
