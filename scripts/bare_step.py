@@ -83,7 +83,9 @@ def logits_of(
   x = constrain(x, BATCH, None, None)
   x, _ = jax.lax.scan(layer, x, layers)
   normed = rms_norm(x, weights['final_norm']['scale'])
-  return constrain(jnp.matmul(normed, table.T, preferred_element_type=jnp.float32), BATCH, None, 'mdl')
+  kernel = weights['embedding'].get('softmax_kernel')
+  kernel = table.T if kernel is None else kernel.astype(dtype)
+  return constrain(jnp.matmul(normed, kernel, preferred_element_type=jnp.float32), BATCH, None, 'mdl')
 
 
 def loss_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array], **how: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 """Compares the train step with a handwritten one (bare_step.py) on 8 fake devices, and measures the start of a job.
 
     .venv/bin/python scripts/bench_step.py [--quick]
+    .venv/bin/python scripts/bench_step.py --compile_only 1,4,2
 
 The last line is one JSON object. `ratio` is the ratio of the median step times, for a model whose dims the mesh
 divides; the goal is at most 1.03. `paired_ratio`, the median of the rounds' ratios, and `cpu_ratio`, the same for CPU
@@ -10,12 +11,18 @@ handwritten step slices and pads at the step boundary, and `rounded_up` is a han
 rounded up to multiples of the mesh.
 
 The losses of both steps must first agree to 1e-5 over 5 steps.
+
+With --compile_only nothing is timed: the steps of a Llama of 10.5M parameters are compiled for a mesh, and the JSON has
+the bytes of their temporaries, the FLOPs of their products and the bytes that they read and write, per device. Unlike
+XLA's cost analysis, these figures count every iteration of a loop.
 """
 
 import argparse
 from collections.abc import Callable
 import json
+import math
 from pathlib import Path
+import re
 import resource
 import subprocess
 import sys
@@ -28,6 +35,8 @@ import bare_step
 from spmd_tasks.config import resolve
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.planning.hlo import Instruction
+from spmd_tasks.planning.program import read_program
 
 EXPERIMENT = 'lm.StdlibTiny'  # 1 x 4 x 2 devices, width 128, 4 layers
 EVEN = ('vocab_size=260',)
@@ -35,6 +44,10 @@ HEAD_DIM = 'task.model.stack.block.attention.head_dim=42'
 UNEVEN = ('model_dims=126', 'num_heads=3', HEAD_DIM, 'hidden_dims=381', 'vocab_size=259')
 ROUNDED_UP = ('model_dims=128', 'num_heads=4', HEAD_DIM, 'hidden_dims=382', 'vocab_size=260')
 SMALL = ('num_layers=1', 'seq_len=32')  # with --quick
+LLAMA = (  # with --compile_only
+  *('model_dims=256', 'num_layers=8', 'num_heads=8', 'hidden_dims=688', 'vocab_size=8192', 'seq_len=256'),
+  *('batch_size=8', 'task.model.embedding.tied=False'),
+)
 NUM_CHECKED_STEPS = 5
 
 
@@ -142,11 +155,74 @@ def measure_startup(num_steps: int, overrides: tuple[str, ...]) -> dict[str, Any
   }
 
 
+def compile_only(mesh: str, overrides: list[str]) -> dict[str, dict[str, float]]:
+  use_fake_devices(math.prod(map(int, mesh.split(','))))
+  case = Case((*LLAMA, f'ici_mesh_shape={mesh}', *overrides))
+  return {name: loops_counted(stepper.compiled) for name, stepper in {'ours': case.ours(), 'bare': case.bare()}.items()}
+
+
+def loops_counted(compiled: Any) -> dict[str, float]:
+  """Returns figures of a compiled step, with the iterations of loops counted."""
+  flops = num_bytes = 0.0
+  for computation, count in read_program(compiled).executions.items():
+    for each in computation.instructions:
+      inside = each.fused.instructions if each.fused else (each,)
+      flops += count * sum(product_flops(one) for one in inside if one.opcode == 'dot')
+      num_bytes += count * moved_bytes(each)
+  temporaries = compiled.memory_analysis().temp_size_in_bytes
+  return {'temp_bytes': temporaries, 'product_flops': flops, 'moved_bytes': num_bytes}
+
+
+def product_flops(dot: Instruction) -> int:
+  contracted = re.search(r'lhs_contracting_dims={([\d,]*)}', dot.attributes)
+  dims = [int(dim) for dim in contracted[1].split(',') if dim] if contracted else []
+  return 2 * math.prod(dot.shape.dims) * math.prod(dot.operands[0].shape.dims[dim] for dim in dims)
+
+
+def moved_bytes(instruction: Instruction) -> int:
+  """Returns the bytes of operands and results; of an array that is only sliced or updated, of the slice."""
+  opcode, fused = instruction.opcode, instruction.fused
+  if opcode in ('parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'while', 'conditional', 'call'):
+    return 0
+  if opcode in ('dynamic-slice', 'slice', 'gather'):
+    return 2 * instruction.shape.num_bytes
+  if opcode == 'dynamic-update-slice':
+    return 2 * instruction.operands[1].shape.num_bytes
+  if fused is None:
+    return sum(each.shape.num_bytes for each in (instruction, *instruction.operands))
+
+  def readers(value: Instruction) -> list[Instruction]:
+    users = fused.users.get(value, ())
+    return [one for user in users for one in (readers(user) if user.opcode == 'bitcast' else [user])]
+
+  def read_from(parameter: Instruction) -> int:
+    users = readers(parameter)
+    if users and all(user.opcode in ('dynamic-slice', 'slice', 'gather') for user in users):
+      return sum(user.shape.num_bytes for user in users)
+    if users and all(user.opcode == 'dynamic-update-slice' for user in users):
+      return sum(user.operands[1].shape.num_bytes for user in users)
+    return parameter.shape.num_bytes
+
+  def written(result: Instruction) -> int:
+    while result.opcode == 'bitcast':
+      result = result.operands[0]
+    return (result.operands[1] if result.opcode == 'dynamic-update-slice' else result).shape.num_bytes
+
+  results = fused.root.operands if fused.root.opcode == 'tuple' else (fused.root,)
+  parameters = (each for each in fused.instructions if each.opcode == 'parameter')
+  return sum(map(read_from, parameters)) + sum(map(written, results))
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--quick', action='store_true', help='a smaller model and a few rounds: does it run?')
   parser.add_argument('--num_rounds', type=int, default=150, help='per case')
+  parser.add_argument('--compile_only', metavar='MESH', help='the sizes of replica, data and mdl')
+  parser.add_argument('--set', action='append', default=[], metavar='PATH=VALUE', help='with --compile_only, ours')
   args = parser.parse_args()
+  if args.compile_only:
+    print_result(**compile_only(args.compile_only, args.set))
+    return
   num_rounds, size = (3, SMALL) if args.quick else (args.num_rounds, ())
   use_fake_devices(8)
   startup = measure_startup(4 if args.quick else 20, size)

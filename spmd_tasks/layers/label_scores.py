@@ -13,6 +13,7 @@ m tokens of a part in a chunk.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -23,10 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.layers.base import current_layer_scope, instantiate, soft_cap
 from spmd_tasks.layers.scattered_gradients import multiply_on_devices
-from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes, spec_entry
 
-_FEWEST_TOKENS = 256  # of a chunk, unless there are fewer
+_FEWEST_TOKENS = 512  # of a chunk, unless there are fewer
 
 
 class LabelScores(struct.PyTreeNode):
@@ -115,8 +116,8 @@ class SoftmaxHead(struct.PyTreeNode):
     divisor: the logits are divided by it.
     cap: bounds the logits, see `soft_cap`.
     temperature: the capped logits are divided by it.
-    num_chunks: N, or 'auto' for chunks of max(D, 256) tokens of a device, whose logits take about as much memory as the
-      kernel's gradient; the last chunk is padded.
+    num_chunks: N, or 'auto' for chunks of at most max(2 D, 512) tokens of a device: enough that the passes over the
+      kernel's gradient, one for each chunk, cost little. The last chunk is padded.
     split_dims, logits_split_dims: of the kernel, and of logits [B, T, V].
   """
 
@@ -156,7 +157,8 @@ class SoftmaxHead(struct.PyTreeNode):
   def _spread(self, layout: '_Layout') -> jax.Array:
     """Returns the kernel for each part, [P, V, D] or [P, D, V]: one gather, whose transpose sums the gradient."""
     scope, axes = current_sharding_scope(), layout.axes
-    kernel = self.kernel.astype(self.dtype)
+    # The constraint is for the gradient: it is reduce-scattered when it is complete.
+    kernel = constrain(self.kernel, self.split_dims).astype(self.dtype)
     if scope is None or not axes:
       return kernel[None]
     if current_layer_scope().scatters_gradients:
@@ -192,7 +194,8 @@ def total_of(
   return jnp.sum(objective(scores, weights) * weights), jax.lax.stop_gradient(scores)
 
 
-class _Layout(struct.PyTreeNode):
+@dataclasses.dataclass(frozen=True)
+class _Layout:
   """How B x T tokens are divided into P parts, and each part's into N chunks of m tokens.
 
   Fields:
@@ -201,24 +204,25 @@ class _Layout(struct.PyTreeNode):
     num_rows, num_columns, num_chunks: B, T and N.
   """
 
-  axes: tuple[str, ...] = struct.field(pytree_node=False)
-  rows: int = struct.field(pytree_node=False)
-  columns: int = struct.field(pytree_node=False)
-  num_rows: int = struct.field(pytree_node=False)
-  num_columns: int = struct.field(pytree_node=False)
-  num_chunks: int = struct.field(pytree_node=False)
+  axes: tuple[str, ...]
+  rows: int
+  columns: int
+  num_rows: int
+  num_columns: int
+  num_chunks: int
 
   @classmethod
   def of(cls, head: SoftmaxHead) -> '_Layout':
     num_rows, num_columns, width = head.x.shape
-    scope, axes = current_sharding_scope(), [(), ()]
+    scope = current_sharding_scope()
+    axes: list[tuple[str, ...]] = [(), ()]
     if scope is not None and head.logits_split_dims is not None:
       spec = scope.activation_spec(head.logits_split_dims[:2], (num_rows, num_columns), is_even=True)
       axes = [tuple(axis for axis in dim if scope.mesh.shape[axis] > 1) for dim in spec_axes(spec, 2)]
     rows, columns = (1 if not dim or scope is None else num_parts(dim, scope.mesh.shape) for dim in axes)
     num_tokens = max(1, num_rows * num_columns // (rows * columns))
-    chunks = head.num_chunks
-    chunks = -(-num_tokens // max(width, _FEWEST_TOKENS)) if chunks == 'auto' else min(chunks, num_tokens)
+    most_tokens = max(2 * width, _FEWEST_TOKENS)
+    chunks = -(-num_tokens // most_tokens) if head.num_chunks == 'auto' else min(head.num_chunks, num_tokens)
     return cls((*axes[0], *axes[1]), rows, columns, num_rows, num_columns, chunks)
 
   @property
@@ -251,15 +255,16 @@ class _Layout(struct.PyTreeNode):
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*entries)))
 
 
-class _Product(struct.PyTreeNode):
-  """The product of a chunk's activations with the kernel, and its derivatives; static, without arrays."""
+@dataclasses.dataclass(frozen=True)
+class _Product:
+  """The product of a chunk's activations with the kernel, and its derivatives."""
 
-  layout: _Layout = struct.field(pytree_node=False)
-  is_table: bool = struct.field(pytree_node=False)
-  divisor: float = struct.field(pytree_node=False)
-  cap: float | None = struct.field(pytree_node=False)
-  temperature: float = struct.field(pytree_node=False)
-  vocab_entry: Any = struct.field(pytree_node=False)
+  layout: _Layout
+  is_table: bool
+  divisor: float
+  cap: float | None
+  temperature: float
+  vocab_entry: Any
 
   @classmethod
   def of(cls, head: SoftmaxHead, layout: _Layout) -> '_Product':

@@ -31,8 +31,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     masks_zeros: whether the inputs of all sublayers are zeroed at tokens of id 0, except the first of a row and one
       that another token follows (Flaxformer's mask, which decides which padding the experts of a mixture compute).
     num_logit_chunks: in how many chunks of a device's tokens a loss computes the logits and their gradient, which take
-      4.2 GB each in float32 for 8,192 tokens and 128,256 words; 1 for all at once. 'auto' has chunks of max(D, 256)
-      tokens. Results are the same.
+      4.2 GB each in float32 for 8,192 tokens and 128,256 words; 1 for all at once. 'auto' has chunks of at most
+      max(2 D, 512) tokens. Results are the same.
     scatters_gradients: whether gradients of kernels that are sharded over the tokens' devices are reduce-scattered by
       explicit collectives, or summed as XLA chooses. Faster on TPUs on a mesh with a `replica` axis; see
       scattered_gradients.py.

@@ -48,9 +48,9 @@ def made_up_plan(job, target, *, compiles):
 
 def test_search_passes_through_plans_that_do_not_fit(monkeypatch, capfd):
   monkeypatch.setattr(search_module, 'make_plan', made_up_plan)
-  found = search(resolver('lm.StdlibTiny', 'batch_size=64'), TARGET)
+  found = search(resolver('lm.StdlibTiny', 'batch_size=64', 'remat_policy=none'), TARGET)
   first, *others = found['best']
-  flags = '--ici_mesh_shape 1,8,1 --set remat_policy=dots_no_batch --set task.learner.num_microbatches=2'
+  flags = '--ici_mesh_shape 1,8,1 --set remat_policy=elementwise --set task.learner.num_microbatches=2'
   assert first['flags'] == flags
   assert first['changes_s'] == {'network mdl': -0.5, 'products': pytest.approx(0.3), 'memory': pytest.approx(0.2)}
   assert first['gain_s'] == pytest.approx(0)
