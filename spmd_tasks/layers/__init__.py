@@ -19,7 +19,6 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.embedding import TokenEmbedding
   from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
-  from spmd_tasks.layers.label_scores import label_scores
   from spmd_tasks.layers.language_model import LanguageModel
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
@@ -29,4 +28,5 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.products import DeclaredKernel, Product, plain_product
   from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
+  from spmd_tasks.layers.softmax_head import label_scores
   from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack, remat_policy

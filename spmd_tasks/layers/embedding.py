@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, float32_product, soft_cap
-from spmd_tasks.layers.label_scores import SoftmaxHead
 from spmd_tasks.layers.linear import adapted, adapter_of
 from spmd_tasks.layers.products import multiply_gathered
+from spmd_tasks.layers.softmax_head import SoftmaxHead
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
@@ -143,13 +143,14 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def softmax_head(self, x: jax.Array, *, num_chunks: int | Literal['auto'] = 'auto') -> SoftmaxHead | None:
     """Returns what computes losses from x [B, T, D] without whole logits, in `num_chunks` chunks of a device's tokens.
 
-    Returns None if the softmax kernel has an adapter or a bias: its product is no plain one.
+    Returns None if the softmax kernel has an adapter: its product is no plain one.
     """
-    if self.adapted is not None or self.softmax_bias is not None:
+    if self.adapted is not None:
       return None
     return SoftmaxHead(
       x=x,
       kernel=self._kernel(),
+      bias=None if self.softmax_bias is None else self.softmax_bias * self.logits_multiplier,
       is_table=self.tied,
       dtype=self.dtype,
       divisor=(math.sqrt(self.embed_dim) if self.scale_logits else 1.0) / self.logits_multiplier,

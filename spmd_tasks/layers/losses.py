@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError, is_own, own_code_errors
 from spmd_tasks.layers.base import describe, train_flags
-from spmd_tasks.layers.label_scores import LabelScores, total_of
+from spmd_tasks.layers.softmax_head import LabelScores, total_of
 
 
 class LossOutput(struct.PyTreeNode):

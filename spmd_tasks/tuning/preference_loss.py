@@ -19,8 +19,8 @@ from spmd_tasks.adapters.adapted_weights import AdapterNames, adapters_of, witho
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput, losses_by_source
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.label_scores import label_scores_of
 from spmd_tasks.layers.losses import WithAuxLosses
+from spmd_tasks.layers.softmax_head import label_scores_of
 from spmd_tasks.learning.accumulation import split_microbatches
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
 from spmd_tasks.sharding.weights import leaves_by_name

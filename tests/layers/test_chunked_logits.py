@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.layers.label_scores import SoftmaxHead, label_scores_of
+from spmd_tasks.layers.softmax_head import SoftmaxHead, label_scores_of
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from tests.layers.tiny_model import VOCAB, packed_batch, random_weights, tiny_model
@@ -176,6 +176,24 @@ def test_scattered_gradients_are_the_same(rng):
 
   for gradient, expected in zip(gradients(True), gradients(False), strict=True):
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_a_frozen_kernel_has_no_products_for_its_gradient(rng):
+  batch, loss = make_batch(rng), LanguageModelLoss()
+  x, kernel = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32)
+
+  def summed(x, kernel):
+    return loss({'softmax_head': head_of(x, kernel, False, 2)}, batch).loss
+
+  def compared(x, kernel):
+    scores = label_scores_of({'softmax_head': head_of(x, kernel, False, 2)}, batch['labels'])
+    return jnp.sum(scores.log_normalizer**2)
+
+  for function, num_frozen, num_trained in ((summed, 2, 3), (compared, 3, 4)):
+    both, frozen = jax.grad(function, argnums=(0, 1)), jax.grad(function)
+    np.testing.assert_allclose(jax.jit(frozen)(x, kernel), jax.jit(both)(x, kernel)[0], atol=1e-6)
+    counts = [str(jax.make_jaxpr(f)(x, kernel)).count('dot_general') for f in (frozen, both)]
+    assert counts == [num_frozen, num_trained]
 
 
 def test_the_logits_are_never_whole():

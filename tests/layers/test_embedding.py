@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import TokenEmbedding
+from spmd_tasks.layers import TokenEmbedding, label_scores
 from spmd_tasks.sharding.weights import unbox_weights
 
 IDS = np.array([[0, 3, 3], [6, 1, 0]])
@@ -46,10 +46,12 @@ def test_factors_and_a_bias(rng):
   np.testing.assert_allclose(logits, (x @ table.T + weights['softmax_bias']) / 2, atol=1e-5)
 
   def sum_of_scores(weights, num_chunks):
-    scores = layer.apply({'params': weights}, x, IDS, num_chunks=num_chunks, method='label_scores')
+    head = layer.apply({'params': weights}, x, num_chunks=num_chunks, method='softmax_head')
+    scores = head.scores(IDS) if num_chunks else label_scores(head_logits(weights), IDS)
     return (scores.log_normalizer - 2 * scores.label_logit).sum()
 
-  at_once, in_chunks = (jax.grad(sum_of_scores)(weights, num) for num in (1, 3))
+  head_logits = lambda weights: layer.apply({'params': weights}, x, method='attend')
+  at_once, in_chunks = (jax.grad(sum_of_scores)(weights, num) for num in (0, 3))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), at_once, in_chunks)
 
 

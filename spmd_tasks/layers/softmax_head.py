@@ -113,7 +113,8 @@ class SoftmaxHead(struct.PyTreeNode):
     x: [B, T, D].
     kernel: [V, D] if `is_table`, else [D, V].
     dtype: of the operands of the product; logits are float32.
-    divisor: the logits are divided by it.
+    divisor: the product is divided by it.
+    bias: float32 [V], added to the quotient; None for none.
     cap: bounds the logits, see `soft_cap`.
     temperature: the capped logits are divided by it.
     num_chunks: N, or 'auto' for chunks of at most max(2 D, 512) tokens of a device: enough that the passes over the
@@ -123,8 +124,9 @@ class SoftmaxHead(struct.PyTreeNode):
 
   x: jax.Array
   kernel: jax.Array
-  is_table: bool = struct.field(pytree_node=False)
-  dtype: Any = struct.field(pytree_node=False)
+  bias: jax.Array | None = None
+  is_table: bool = struct.field(pytree_node=False, default=False)
+  dtype: Any = struct.field(pytree_node=False, default='float32')
   divisor: float = struct.field(pytree_node=False, default=1.0)
   cap: float | None = struct.field(pytree_node=False, default=None)
   temperature: float = struct.field(pytree_node=False, default=1.0)
@@ -135,9 +137,9 @@ class SoftmaxHead(struct.PyTreeNode):
   @jax.named_scope('softmax_head')
   def scores(self, labels: jax.Array) -> LabelScores:
     """Returns the LabelScores [B, T] of labels int32 [B, T]; the backward pass computes each chunk's logits again."""
-    layout = _Layout.of(self)
-    kernel, x = self._spread(layout), layout.chunks(self.x.astype(self.dtype))
-    scores = _scores(_Product.of(self, layout), kernel, x, layout.chunks(labels))
+    product = _Product.of(self)
+    layout = product.layout
+    scores = _scores(product, self._spread(product), layout.chunks(self.x.astype(self.dtype)), layout.chunks(labels))
     return jax.tree.map(layout.whole, scores)
 
   @jax.named_scope('softmax_head')
@@ -148,14 +150,21 @@ class SoftmaxHead(struct.PyTreeNode):
       labels, weights: int32 and float32 [B, T]; weights have no gradient.
       objective: the loss of each token, which is differentiated in the forward pass. It must close over no tracers.
     """
-    layout = _Layout.of(self)
-    kernel, x = self._spread(layout), layout.chunks(self.x.astype(self.dtype))
-    product = _Product.of(self, layout)
-    total, scores = _total(product, objective, kernel, x, layout.chunks(labels), layout.chunks(weights))
+    product = _Product.of(self)
+    layout = product.layout
+    chunks = (layout.chunks(array) for array in (self.x.astype(self.dtype), labels, weights))
+    total, scores = _total(product, objective, self._spread(product), *chunks)
     return total, jax.lax.stop_gradient(jax.tree.map(layout.whole, scores))
 
-  def _spread(self, layout: '_Layout') -> jax.Array:
-    """Returns the kernel for each part, [P, V, D] or [P, D, V]: one gather, whose transpose sums the gradient."""
+  def _spread(self, product: '_Product') -> 'Weights':
+    """Returns the kernel and the bias for each part: one gather, whose transpose sums the gradient."""
+    kernel = self._spread_kernel(product.layout)
+    if self.bias is None:
+      return (kernel,)
+    bias = jnp.broadcast_to(self.bias.astype(jnp.float32)[None], (len(kernel), *self.bias.shape))
+    return kernel, product.constrain(bias, vocab_dim=1)
+
+  def _spread_kernel(self, layout: '_Layout') -> jax.Array:
     scope, axes = current_sharding_scope(), layout.axes
     # The constraint is for the gradient: it is reduce-scattered when it is complete.
     kernel = constrain(self.kernel, self.split_dims).astype(self.dtype)
@@ -255,6 +264,10 @@ class _Layout:
     return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*entries)))
 
 
+# The kernel [P, V, D] or [P, D, V] of each part, and its bias [P, V] if there is one; or their gradients.
+Weights = tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Product:
   """The product of a chunk's activations with the kernel, and its derivatives."""
@@ -267,8 +280,8 @@ class _Product:
   vocab_entry: Any
 
   @classmethod
-  def of(cls, head: SoftmaxHead, layout: _Layout) -> '_Product':
-    scope, entry = current_sharding_scope(), None
+  def of(cls, head: SoftmaxHead) -> '_Product':
+    scope, entry, layout = current_sharding_scope(), None, _Layout.of(head)
     if scope is not None and head.logits_split_dims is not None:
       entry = spec_entry(spec_axes(scope.spec(head.logits_split_dims), 3)[2])
     return cls(layout, head.is_table, head.divisor, head.cap, head.temperature, entry)
@@ -277,39 +290,47 @@ class _Product:
   def _kernel_dims(self) -> str:
     return 'PVD' if self.is_table else 'PDV'
 
-  def _constrained(self, logits: jax.Array) -> jax.Array:
-    return self.layout.constrain(logits, dim=0, others={2: self.vocab_entry} if self.vocab_entry else None)
+  def constrain(self, x: jax.Array, *, vocab_dim: int) -> jax.Array:
+    """Constrains x [P, ...] to the devices of the parts and of the vocabulary."""
+    return self.layout.constrain(x, dim=0, others={vocab_dim: self.vocab_entry} if self.vocab_entry else None)
 
-  def logits(self, kernel: jax.Array, x: jax.Array) -> jax.Array:
+  def logits(self, weights: Weights, x: jax.Array) -> jax.Array:
     """Returns float32 [P, m, V] for x [P, m, D]."""
+    kernel, *bias = weights
     logits = jnp.einsum(f'PmD,{self._kernel_dims}->PmV', x, kernel, preferred_element_type=jnp.float32)
-    logits = soft_cap(logits if self.divisor == 1 else logits / self.divisor, self.cap)
-    return self._constrained(logits if self.temperature == 1 else logits / self.temperature)
+    logits = logits if self.divisor == 1 else logits / self.divisor
+    logits = soft_cap(logits + bias[0][:, None] if bias else logits, self.cap)
+    return self.constrain(logits if self.temperature == 1 else logits / self.temperature, vocab_dim=2)
+
+  def zeros(self, weights: Weights) -> Weights:
+    """Returns the gradients of the weights before the first chunk."""
+    return self._constrained(tuple(jnp.zeros(weight.shape, jnp.float32) for weight in weights))
 
   def add_gradients(
-    self, total: jax.Array | None, kernel: jax.Array, x: jax.Array, logits: jax.Array, cotangent: jax.Array
-  ) -> tuple[jax.Array | None, jax.Array]:
-    """Returns `total` + the gradient of the kernel, float32, and the gradient of x, from the cotangent of the logits.
+    self, total: Weights | None, weights: Weights, x: jax.Array, logits: jax.Array, cotangent: jax.Array
+  ) -> tuple[Weights | None, jax.Array]:
+    """Returns `total` + the gradients of the weights, float32, and the gradient of x, from the cotangent of the logits.
 
-    Without a total, as of a frozen kernel, only the gradient of x.
+    Without a total, as of frozen weights, only the gradient of x.
     """
+    kernel, *bias = weights
+    if self.temperature != 1:
+      cotangent = cotangent / self.temperature
     if self.cap is not None:
       cotangent *= 1.0 - jnp.square(logits * (self.temperature / self.cap))
-    scale = 1.0 / (self.divisor * self.temperature)
-    cotangent = self._constrained((cotangent if scale == 1 else cotangent * scale).astype(x.dtype))
-    of_x = jnp.einsum(f'PmV,{self._kernel_dims}->PmD', cotangent, kernel)
+    of_product = cotangent if self.divisor == 1 else cotangent / self.divisor
+    of_product = self.constrain(of_product.astype(x.dtype), vocab_dim=2)
+    of_x = jnp.einsum(f'PmV,{self._kernel_dims}->PmD', of_product, kernel)
     if total is None:
       return None, of_x
-    of_kernel = jnp.einsum(f'PmD,PmV->{self._kernel_dims}', x, cotangent, preferred_element_type=jnp.float32)
-    return self._constrained_kernel(total + of_kernel), of_x
+    of_kernel = jnp.einsum(f'PmD,PmV->{self._kernel_dims}', x, of_product, preferred_element_type=jnp.float32)
+    gradients = (of_kernel, jnp.sum(cotangent, axis=1)) if bias else (of_kernel,)
+    return self._constrained(jax.tree.map(jnp.add, total, gradients)), of_x
 
-  def zeros(self, kernel: jax.Array) -> jax.Array:
-    """Returns the kernel's gradient before the first chunk."""
-    return self._constrained_kernel(jnp.zeros(kernel.shape, jnp.float32))
-
-  def _constrained_kernel(self, gradient: jax.Array) -> jax.Array:
-    others = {1 if self.is_table else 2: self.vocab_entry} if self.vocab_entry else None
-    return self.layout.constrain(gradient, dim=0, others=others)
+  def _constrained(self, weights: Weights) -> Weights:
+    kernel, *bias = weights
+    kernel = self.constrain(kernel, vocab_dim=1 if self.is_table else 2)
+    return kernel, *(self.constrain(x, vocab_dim=1) for x in bias)
 
 
 def _over_chunks(step: Callable[..., Any], carry: Any, arrays: Any) -> tuple[Any, Any]:
@@ -320,37 +341,42 @@ def _over_chunks(step: Callable[..., Any], carry: Any, arrays: Any) -> tuple[Any
   return carry, jax.tree.map(lambda x: x[None], results)
 
 
+def _like(gradients: Weights | None, weights: Weights) -> Weights | None:
+  """Returns the gradients in the dtypes of the weights."""
+  return gradients and tuple(x.astype(weight.dtype) for x, weight in zip(gradients, weights, strict=True))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(product: _Product, kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
-  """Returns LabelScores [N, P, m] for the kernel [P, ...], x [N, P, m, D] and labels [N, P, m]."""
-  return _scores_of_chunks(product, kernel, x, labels)
+def _scores(product: _Product, weights: Weights, x: jax.Array, labels: jax.Array) -> LabelScores:
+  """Returns LabelScores [N, P, m] for the weights of each part, x [N, P, m, D] and labels [N, P, m]."""
+  return _scores_of_chunks(product, weights, x, labels)
 
 
-def _scores_of_chunks(product: _Product, kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
-  step = lambda _, chunk: (None, _label_scores(product.logits(kernel, chunk[0]), chunk[1]))
+def _scores_of_chunks(product: _Product, weights: Weights, x: jax.Array, labels: jax.Array) -> LabelScores:
+  step = lambda _, chunk: (None, _label_scores(product.logits(weights, chunk[0]), chunk[1]))
   return _over_chunks(step, None, (x, labels))[1]
 
 
-def _scores_forward(product, kernel, x, labels):
-  is_trained = () if kernel.perturbed else None  # a bool would become an array
-  kernel, x, labels = kernel.value, x.value, labels.value
-  scores = _scores_of_chunks(product, kernel, x, labels)
-  return scores, (is_trained, kernel, x, labels, scores.log_normalizer)
+def _scores_forward(product, weights, x, labels):
+  is_trained = () if any(weight.perturbed for weight in weights) else None  # a bool would become an array
+  weights, x, labels = tuple(weight.value for weight in weights), x.value, labels.value
+  scores = _scores_of_chunks(product, weights, x, labels)
+  return scores, (is_trained, weights, x, labels, scores.log_normalizer)
 
 
 def _scores_backward(product, saved, cotangent):
-  is_trained, kernel, *chunks = saved
+  is_trained, weights, *chunks = saved
 
   def step(total, chunk):
     x, labels, log_normalizer, cotangents = chunk
-    logits = product.logits(kernel, x)
+    logits = product.logits(weights, x)
     cotangent = _logits_cotangent(logits, labels, log_normalizer, cotangents)
-    return product.add_gradients(total, kernel, x, logits, cotangent)
+    return product.add_gradients(total, weights, x, logits, cotangent)
 
-  total = None if is_trained is None else product.zeros(kernel)
+  total = None if is_trained is None else product.zeros(weights)
   cotangents = tuple(instantiate(x) for x in cotangent.differentiable)
   total, of_x = _over_chunks(step, total, (*chunks, cotangents))
-  return None if total is None else total.astype(kernel.dtype), of_x, None
+  return _like(total, weights), of_x, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
@@ -358,41 +384,41 @@ _scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _total(
-  product: _Product, objective: Objective, kernel: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.Array
+  product: _Product, objective: Objective, weights: Weights, x: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple[jax.Array, LabelScores]:
   """Returns the sum of objective * weight, and LabelScores [N, P, m]; arguments are those of `_scores`."""
-  scores = _scores_of_chunks(product, kernel, x, labels)
-  return jnp.sum(objective(scores, weights) * weights), scores
+  scores = _scores_of_chunks(product, weights, x, labels)
+  return jnp.sum(objective(scores, token_weights) * token_weights), scores
 
 
-def _total_forward(product, objective, kernel, x, labels, weights):
-  total = product.zeros(kernel.value) if kernel.perturbed else None
-  kernel, *chunks = (argument.value for argument in (kernel, x, labels, weights))
+def _total_forward(product, objective, weights, *chunks):
+  is_trained = any(weight.perturbed for weight in weights)
+  weights = tuple(weight.value for weight in weights)
 
   def step(total, chunk):
-    x, labels, weights = chunk
-    logits = product.logits(kernel, x)
+    x, labels, token_weights = chunk
+    logits = product.logits(weights, x)
     scores = _label_scores(logits, labels)
 
     def losses(log_normalizer, label_logit, mean_logit):
       numbers = {'log_normalizer': log_normalizer, 'label_logit': label_logit, 'mean_logit': mean_logit}
-      return objective(scores.replace(**numbers), weights) * weights
+      return objective(scores.replace(**numbers), token_weights) * token_weights
 
     per_token, pull_back = jax.vjp(losses, *scores.differentiable)
     cotangents = pull_back(jnp.ones_like(per_token))
     cotangent = _logits_cotangent(logits, labels, scores.log_normalizer, cotangents)
-    total, of_x = product.add_gradients(total, kernel, x, logits, cotangent)
+    total, of_x = product.add_gradients(total, weights, x, logits, cotangent)
     return total, (per_token, scores, of_x)
 
-  of_kernel, (per_token, scores, of_x) = _over_chunks(step, total, chunks)
-  gradients = None if of_kernel is None else of_kernel.astype(kernel.dtype), of_x
-  return (jnp.sum(per_token), scores), gradients
+  total = product.zeros(weights) if is_trained else None
+  total, (per_token, scores, of_x) = _over_chunks(step, total, tuple(chunk.value for chunk in chunks))
+  return (jnp.sum(per_token), scores), (_like(total, weights), of_x)
 
 
 def _total_backward(product, objective, gradients, cotangents):
   del product, objective
   factor = instantiate(cotangents[0])
-  return *(None if x is None else x * factor.astype(x.dtype) for x in gradients), None, None
+  return *jax.tree.map(lambda x: x * factor.astype(x.dtype), gradients), None, None
 
 
 _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
