@@ -22,7 +22,7 @@ from typing import Any
 from etils import epath
 import flax.linen as nn
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
@@ -52,7 +52,7 @@ from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.partition import EvaluationStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.explicit_axes import with_explicit_axes
+from spmd_tasks.sharding.explicit_axes import with_axis_type
 from spmd_tasks.sharding.specs import even_spec
 from spmd_tasks.store_files import local_folder, place_to_read
 
@@ -167,7 +167,7 @@ class LoadedModel:
   def mesh(self) -> Mesh | AbstractMesh:
     """The mesh of `variables`, with the task's axis types: call a model that needs them in `jax.set_mesh(mesh)`."""
     mesh = self.partitioned.mesh
-    return with_explicit_axes(mesh) if self.job.task.explicit_axes else mesh
+    return with_axis_type(mesh, AxisType.Explicit) if self.job.task.explicit_axes else mesh
 
   @property
   def tokenizer(self) -> Tokenizer | None:

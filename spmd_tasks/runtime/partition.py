@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
@@ -31,6 +31,7 @@ from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.explicit_axes import with_axis_type
 from spmd_tasks.sharding.quantized import quantize
 from spmd_tasks.sharding.specs import ShardingScope, check_axis_rules, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import (
@@ -310,7 +311,8 @@ def partition_spmd_model(
 
   Args:
     task: model, loss and learner.
-    mesh: an AbstractMesh gives a model for inspection and planning, which cannot run.
+    mesh: an AbstractMesh gives a model for inspection and planning, which cannot run. Axes become automatic, also those
+      of `jax.make_mesh`.
     input_spec: name -> global shape and dtype of the training batch, batch dim first.
     axis_rules: ordered (logical name, mesh axes) pairs that resolve split dims.
     inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...) inside a step; None keeps inputs
@@ -321,6 +323,7 @@ def partition_spmd_model(
 
   Raises a UserError if split dims, axis rules or the input mapping do not fit the mesh.
   """
+  mesh = with_axis_type(mesh, AxisType.Auto)
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
   input_layout = make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules)

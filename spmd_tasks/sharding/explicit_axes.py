@@ -50,7 +50,7 @@ def explicitly(function: Callable[..., Any], variables: Any, batch: Any, *others
     jax.tree.map(row_spec, batch),
   )
   in_sharding = jax.tree.map(lambda x, spec: even_spec(spec, x.shape, mesh.shape), (variables, batch), specs)
-  explicit = dataclasses.replace(scope, mesh=with_explicit_axes(mesh.abstract_mesh))
+  explicit = dataclasses.replace(scope, mesh=with_axis_type(mesh.abstract_mesh, AxisType.Explicit))
 
   def call(*arguments: Any) -> Any:
     with scope_of(explicit):
@@ -61,9 +61,11 @@ def explicitly(function: Callable[..., Any], variables: Any, batch: Any, *others
   )
 
 
-def with_explicit_axes(mesh: Any) -> Any:
-  """Returns the mesh, which may be abstract, with explicit axes."""
-  types = (AxisType.Explicit,) * len(mesh.axis_names)
+def with_axis_type(mesh: Any, axis_type: AxisType) -> Any:
+  """Returns the mesh, which may be abstract, with axes of this type."""
+  types = (axis_type,) * len(mesh.axis_names)
+  if mesh.axis_types == types:
+    return mesh
   if isinstance(mesh, Mesh):
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
   return mesh.update_axis_types(dict(zip(mesh.axis_names, types)))

@@ -208,7 +208,7 @@ class ShardingScope:
   @property
   def has_explicit_axes(self) -> bool:
     """Whether types of arrays have their sharding here."""
-    return AxisType.Explicit in self.mesh.axis_types
+    return self.variable_specs is not None and AxisType.Explicit in self.mesh.axis_types
 
   def spec(self, split_dims: SplitDims) -> PartitionSpec:
     return split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)

@@ -110,7 +110,7 @@ def test_it_resumes_bit_for_bit(job_dir, tmp_path):
 
 
 def test_a_loaded_model_is_called_in_the_context_of_its_mesh(job_dir):
-  lm = load(job_dir)
+  lm = load(job_dir, mesh=jax.make_mesh((1, 4, 2), ('replica', 'data', 'mdl')))
   _, image, expected = losses_by_hand()
   with jax.set_mesh(lm.mesh):
     assert jax.typeof(lm.variables['params']['up']).sharding.spec == P(None, 'mdl')
