@@ -29,6 +29,7 @@ from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
   EqualInLayers,
+  ExpertGroups,
   FullUnrotated,
   Gemma4Layers,
   Granite4Rope,
@@ -370,6 +371,7 @@ _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
 
+# An export without an origin has the first family that expresses the model.
 FAMILIES: dict[str, Family] = {
   'llama': Family(
     architecture='LlamaForCausalLM',
@@ -455,6 +457,108 @@ FAMILIES: dict[str, Family] = {
     fixed=_GEMMA | {'qk_norm': 'head'},
     inert=('hidden_act',),  # `hidden_activation` is read
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'glm4': Family(
+    architecture='Glm4ForCausalLM',
+    keys=(
+      *_llama(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7, rope=Rope(partial=0.5)),
+      Key('attention_bias', 'qkv_bias', bool, True),
+    ),
+    fixed={'post_norm': True},
+    names=TensorNames(
+      attention_post_norm='post_self_attn_layernorm',
+      ffn_post_norm='post_mlp_layernorm',
+      gate_up='mlp.gate_up_proj',
+      interleaved=True,
+    ),
+  ),
+  'glm4_moe': Family(
+    architecture='Glm4MoeForCausalLM',
+    keys=(
+      *_llama(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5, rope=Rope(partial=0.5)),
+      Key('attention_bias', 'qkv_bias', bool, False),
+      Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
+      *shared_experts(128, 8, 1, 1408, first_dense(1), 1.0, (1, 1), is_sigmoid=True),
+      NextnHeads(),
+    ),
+    fixed=SIGMOID_ROUTING,
+    inert=('num_mtp_layers',),
+  ),
+  'gpt_oss': Family(
+    architecture='GptOssForCausalLM',
+    keys=(
+      *_sizes(201_088, 2880, 2880, 36, 64, 8, 64, eps=1e-5),
+      FixedKey('hidden_act', 'silu'),
+      FixedKey('swiglu_alpha', 1.702),
+      FixedKey('swiglu_limit', 7.0),
+      Rope(150_000.0, default=_GPT_OSS_YARN),
+      LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
+      attention_bias(True),
+      *experts(num_experts_key('num_local_experts', 128, 'num_experts'), 4, ('intermediate_size', 2880), None),
+    ),
+    fixed={'sinks': True, 'activation': 'clamped_swiglu', 'mixture.routing.use_bias': True},
+    names=TensorNames(
+      router='mlp.router',
+      fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
+      expert_layout='interleaved',
+    ),
+    inert=('experts_per_token', 'initial_context_length'),
+  ),
+  'deepseek_v2': Family(
+    architecture='DeepseekV2ForCausalLM',
+    keys=(
+      *_latent_sizes(102_400, 4096, 11_008, 32, 32),
+      *shared_experts(64, None, 2, 1407, first_dense(0), 1.0, (None, None), is_sigmoid=False),
+    ),
+    fixed={'mixture.routing.normalize_gates': None},
+    names=TensorNames(interleaved=True),
+  ),
+  'deepseek_v3': Family(
+    architecture='DeepseekV3ForCausalLM',
+    keys=(
+      *_latent_sizes(129_280, 7168, 18_432, 61, 128),
+      FixedKey('rope_interleave', True),
+      *shared_experts(256, 8, 1, 2048, first_dense(3), 2.5, (8, 4), is_sigmoid=True),
+      NextnHeads(),
+    ),
+    fixed=SIGMOID_ROUTING,
+    names=TensorNames(interleaved=True),
+    inert=('num_mtp_layers',),
+  ),
+  'phi3': Family(
+    architecture='Phi3ForCausalLM',
+    keys=(
+      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0, variant='phi3')),
+      OriginalLength(),
+      AllWindowed(),
+    ),
+    names=TensorNames(qkv='self_attn.qkv_proj', gate_up='mlp.gate_up_proj'),
+  ),
+  'gpt2': Family(
+    architecture='GPT2LMHeadModel',
+    keys=(
+      Key('vocab_size', 'vocab_size', int, 50_257),
+      Key('n_embd', 'embed_dim', int, 768, aliases=('hidden_size',)),
+      Key('n_layer', 'num_layers', int, 12, aliases=('num_hidden_layers',)),
+      Key('n_head', 'num_heads', int, 12, aliases=('num_attention_heads',)),
+      Key('n_inner', 'hidden_dim', int, lambda known: 4 * known['embed_dim']),
+      Key('n_positions', 'positions', int, 1024),
+      Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
+      Key('tie_word_embeddings', 'tied', bool, True),
+      activation('activation_function', 'gelu_new'),
+      FixedKey('scale_attn_weights', True),
+      FixedKey('scale_attn_by_inverse_layer_idx', False),
+      FixedKey('reorder_and_upcast_attn', False, (True,)),
+    ),
+    fixed={'norm': 'layer', 'gated': False, 'mlp_bias': True, 'qkv_bias': True, 'out_bias': True},
+    names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
+    make_rules=gpt2_rules,
+    ignored=(r'.*\.attn\.(bias|masked_bias)',),
+    inert=(
+      *(f'summary_{name}' for name in ('type', 'use_proj', 'activation', 'proj_to_labels', 'first_dropout')),
+      'predict_special_tokens',
+    ),
+    base='transformer.',
   ),
   'gemma': Family(
     architecture='GemmaForCausalLM',
@@ -815,6 +919,27 @@ FAMILIES: dict[str, Family] = {
     fixed={'qk_norm': 'head', 'pre_norm': False, 'post_norm': True},
     inert=('sliding_window_pattern',),
   ),
+  'exaone_moe': Family(
+    architecture='ExaoneMoeForCausalLM',
+    keys=(
+      *_llama(102_400, 4096, 16_384, 32, 32, 32, eps=1e-5),
+      LayerTypes(_every_but(4), default_window=4096),
+      FullUnrotated(needs_window=True),
+      *experts(
+        *(num_experts_key('num_experts', 64, 'num_local_experts'), 8, ('moe_intermediate_size', 1024)),
+        is_normalized=True,
+      ),
+      Key('routed_scaling_factor', 'mixture.routing.gate_scale', float, 2.5),
+      ExpertGroups(1, 1, ('noaux_tc',)),
+      SharedExperts('num_shared_experts', 1),
+      mlp_layer_types(has_number=True),
+      *_says(scoring_func='sigmoid'),
+    ),
+    fixed=SIGMOID_ROUTING | {'qk_norm': 'head'},
+    names=TensorNames(balance_bias='mlp.e_score_correction_bias'),
+    ignored=(r'.*rotary_emb\.inv_freq', r'mtp\..*'),
+    inert=('sliding_window_pattern', 'is_moe_layer', 'num_nextn_predict_layers'),
+  ),
   'apertus': Family(
     architecture='ApertusForCausalLM',
     keys=(
@@ -889,6 +1014,34 @@ FAMILIES: dict[str, Family] = {
     names=_MIXTRAL,
     inert=('original_max_position_embeddings',),  # repeats the key in `rope_parameters`
   ),
+  'phi': Family(
+    architecture='PhiForCausalLM',
+    keys=(
+      *_llama(
+        *(51_200, 2048, 8192, 24, 32),
+        eps=1e-5,
+        eps_key='layer_norm_eps',
+        act=activation('hidden_act', 'gelu_new'),
+        rope=Rope(partial=0.5),
+      ),
+      FixedKey('qk_layernorm', False),
+    ),
+    fixed={
+      **{'norm': 'layer', 'parallel': True, 'gated': False},
+      **dict.fromkeys(('qkv_bias', 'out_bias', 'mlp_bias', 'logits_bias'), True),
+    },
+    names=TensorNames(out='self_attn.dense', up='mlp.fc1', down='mlp.fc2', final_norm='model.final_layernorm'),
+  ),
+  'stablelm': Family(
+    architecture='StableLmForCausalLM',
+    keys=(
+      *_llama(50_304, 2560, 6912, 32, 32, 32, eps=1e-5, eps_key='layer_norm_eps', rope=Rope(partial=0.25)),
+      Key('use_qkv_bias', 'qkv_bias', bool, False),
+      Key('use_parallel_residual', 'parallel', bool, False),
+      FixedKey('qk_layernorm', False),
+    ),
+    fixed={'norm': 'layer'},
+  ),
   'nemotron': Family(
     architecture='NemotronForCausalLM',
     keys=(
@@ -913,108 +1066,6 @@ FAMILIES: dict[str, Family] = {
       Key('mlp_bias', 'mlp_bias', bool, False),
     ),
     fixed={'gated': False},
-  ),
-  'glm4': Family(
-    architecture='Glm4ForCausalLM',
-    keys=(
-      *_llama(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7, rope=Rope(partial=0.5)),
-      Key('attention_bias', 'qkv_bias', bool, True),
-    ),
-    fixed={'post_norm': True},
-    names=TensorNames(
-      attention_post_norm='post_self_attn_layernorm',
-      ffn_post_norm='post_mlp_layernorm',
-      gate_up='mlp.gate_up_proj',
-      interleaved=True,
-    ),
-  ),
-  'glm4_moe': Family(
-    architecture='Glm4MoeForCausalLM',
-    keys=(
-      *_llama(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5, rope=Rope(partial=0.5)),
-      Key('attention_bias', 'qkv_bias', bool, False),
-      Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
-      *shared_experts(128, 8, 1, 1408, first_dense(1), 1.0, (1, 1), is_sigmoid=True),
-      NextnHeads(),
-    ),
-    fixed=SIGMOID_ROUTING,
-    inert=('num_mtp_layers',),
-  ),
-  'gpt_oss': Family(
-    architecture='GptOssForCausalLM',
-    keys=(
-      *_sizes(201_088, 2880, 2880, 36, 64, 8, 64, eps=1e-5),
-      FixedKey('hidden_act', 'silu'),
-      FixedKey('swiglu_alpha', 1.702),
-      FixedKey('swiglu_limit', 7.0),
-      Rope(150_000.0, default=_GPT_OSS_YARN),
-      LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
-      attention_bias(True),
-      *experts(num_experts_key('num_local_experts', 128, 'num_experts'), 4, ('intermediate_size', 2880), None),
-    ),
-    fixed={'sinks': True, 'activation': 'clamped_swiglu', 'mixture.routing.use_bias': True},
-    names=TensorNames(
-      router='mlp.router',
-      fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
-      expert_layout='interleaved',
-    ),
-    inert=('experts_per_token', 'initial_context_length'),
-  ),
-  'deepseek_v2': Family(
-    architecture='DeepseekV2ForCausalLM',
-    keys=(
-      *_latent_sizes(102_400, 4096, 11_008, 32, 32),
-      *shared_experts(64, None, 2, 1407, first_dense(0), 1.0, (None, None), is_sigmoid=False),
-    ),
-    fixed={'mixture.routing.normalize_gates': None},
-    names=TensorNames(interleaved=True),
-  ),
-  'deepseek_v3': Family(
-    architecture='DeepseekV3ForCausalLM',
-    keys=(
-      *_latent_sizes(129_280, 7168, 18_432, 61, 128),
-      FixedKey('rope_interleave', True),
-      *shared_experts(256, 8, 1, 2048, first_dense(3), 2.5, (8, 4), is_sigmoid=True),
-      NextnHeads(),
-    ),
-    fixed=SIGMOID_ROUTING,
-    names=TensorNames(interleaved=True),
-    inert=('num_mtp_layers',),
-  ),
-  'phi3': Family(
-    architecture='Phi3ForCausalLM',
-    keys=(
-      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0, variant='phi3')),
-      OriginalLength(),
-      AllWindowed(),
-    ),
-    names=TensorNames(qkv='self_attn.qkv_proj', gate_up='mlp.gate_up_proj'),
-  ),
-  'gpt2': Family(
-    architecture='GPT2LMHeadModel',
-    keys=(
-      Key('vocab_size', 'vocab_size', int, 50_257),
-      Key('n_embd', 'embed_dim', int, 768, aliases=('hidden_size',)),
-      Key('n_layer', 'num_layers', int, 12, aliases=('num_hidden_layers',)),
-      Key('n_head', 'num_heads', int, 12, aliases=('num_attention_heads',)),
-      Key('n_inner', 'hidden_dim', int, lambda known: 4 * known['embed_dim']),
-      Key('n_positions', 'positions', int, 1024),
-      Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
-      Key('tie_word_embeddings', 'tied', bool, True),
-      activation('activation_function', 'gelu_new'),
-      FixedKey('scale_attn_weights', True),
-      FixedKey('scale_attn_by_inverse_layer_idx', False),
-      FixedKey('reorder_and_upcast_attn', False, (True,)),
-    ),
-    fixed={'norm': 'layer', 'gated': False, 'mlp_bias': True, 'qkv_bias': True, 'out_bias': True},
-    names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
-    make_rules=gpt2_rules,
-    ignored=(r'.*\.attn\.(bias|masked_bias)',),
-    inert=(
-      *(f'summary_{name}' for name in ('type', 'use_proj', 'activation', 'proj_to_labels', 'first_dropout')),
-      'predict_special_tokens',
-    ),
-    base='transformer.',
   ),
   't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),
   'mt5': _t5('MT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=False)),

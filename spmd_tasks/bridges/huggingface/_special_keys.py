@@ -287,14 +287,18 @@ def ernie_layers() -> PerLayer:
   return PerLayer('mixed', read_flags, write_flags)
 
 
-def mlp_layer_types(num_dense: int = 1) -> PerLayer:
-  """Returns the key `mlp_layer_types` of GLM-4-MoE-Lite and Mellum; by default, the first `num_dense` are dense."""
+def mlp_layer_types(num_dense: int = 1, *, has_number: bool = False) -> PerLayer:
+  """Returns the key `mlp_layer_types` of GLM-4-MoE-Lite, Mellum and EXAONE-MoE.
+
+  By default, the first `num_dense` layers are dense, or as many as `first_k_dense_replace` says, if it `has_number`.
+  """
   names = {False: 'dense', True: 'sparse'}
 
   def read_flags(config: Config, num_layers: int) -> list[bool]:
     types = read_list(config, 'mlp_layer_types', str, num_layers)
+    num = config.read('first_k_dense_replace', int, num_dense) if has_number else num_dense
     if types is None:
-      return [layer >= num_dense for layer in range(num_layers)]
+      return [layer >= num for layer in range(num_layers)]
     if set(types) - {*names.values()}:
       raise config.error('mlp_layer_types', "must name 'dense' or 'sparse' layers")
     return [kind == 'sparse' for kind in types]

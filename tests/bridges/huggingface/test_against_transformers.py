@@ -139,15 +139,18 @@ def test_logits_in_16_bits(name, reference):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_transformers_loads_what_is_exported(name, reference, tmp_path):
-  """The logits are bitwise equal, with an origin, and without as the first family that has such a model."""
+  """The logits are bitwise equal; without an origin, up to rounding if an earlier family expresses the model, too."""
   theirs = reference(name)
   folder, model, weights = opened(theirs.path)
   for directory, origin in (('with_origin', folder), ('without_origin', None)):
     export_folder(tmp_path / directory, model, weights, origin=origin)
     again, problems = load_reference(tmp_path / directory, 'float32')
     assert not problems, directory
-    assert type(again) is type(theirs.model) or origin is None
-    np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=directory)
+    if type(again) is type(theirs.model):
+      np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=directory)
+    else:
+      assert origin is None
+      assert_close(logits_of(again), theirs.logits, 1e-5, directory)
 
 
 def take_one_step(path, mesh):

@@ -151,6 +151,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | {'n_group': 4, 'topk_group': 2, 'first_k_dense_replace': 1, 'norm_topk_prob': True, 'routed_scaling_factor': 1.5}
   | {'sliding_window': 5, 'max_window_layers': 2, 'num_hidden_layers': 4, 'attention_bias': True},
   'exaone4': _SIZES | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5},
+  'exaone_moe': _SIZES
+  | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5, 'num_experts': 12, 'num_experts_per_tok': 3}
+  | {'moe_intermediate_size': 20, 'num_shared_experts': 2, 'n_group': 4, 'topk_group': 2},
+  'phi': _PLAIN | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'hidden_size': 40},
+  'stablelm': _PLAIN
+  | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'hidden_size': 40, 'use_qkv_bias': True}
+  | {'use_parallel_residual': True},
   'apertus': _PLAIN | {'num_key_value_heads': 1},
   'cohere': _PLAIN | {'num_key_value_heads': 1, 'logit_scale': 0.3},
   'cohere2': _PLAIN | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5, 'attention_bias': True},
