@@ -327,7 +327,8 @@ def _norm(decoder: Decoder, dtype: str) -> Any:
 def _qk_norm(decoder: Decoder, dtype: str, *, rotated: bool) -> Any:
   if decoder.qk_norm is None or (decoder.qk_norm == 'unscaled' and not rotated):
     return False
-  settings = {'flat': {'num_dims': 2}, 'unscaled': {'use_scale': False}}.get(decoder.qk_norm, {})
+  special: dict[str, dict[str, Any]] = {'flat': {'num_dims': 2}, 'unscaled': {'use_scale': False}}
+  settings = special.get(decoder.qk_norm, {})
   return RmsNorm(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, dtype=dtype, **settings)
 
 

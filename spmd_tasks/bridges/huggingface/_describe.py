@@ -176,7 +176,7 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     latent = _same_fields(Latent, first)
     biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
     return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
-  sizes = {}
+  sizes: dict[str, int] = {}
   for attention in (first, *attentions):
     names = ('num_kv_heads', 'head_dim') if attention.window or attention.chunk else ('full_kv_heads', 'full_head_dim')
     values = attention.num_kv_heads or first.num_heads, attention.head_dim or embed_dim // first.num_heads

@@ -316,7 +316,7 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
 _NEVER: LayerFlag = lambda layer, config: False
 _GEMMA = {'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True}
 _GPT_OSS_YARN = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
-_GEMMA2_KEYS = (
+_GEMMA2_KEYS: tuple[Entry, ...] = (
   *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
   activation('hidden_activation', 'gelu_pytorch_tanh'),
   Rope(),
@@ -343,7 +343,7 @@ _MIXTRAL = TensorNames(
   expert_up='w3',
   expert_down='w2',
 )
-_HUNYUAN_KEYS = (
+_HUNYUAN_KEYS: tuple[Entry, ...] = (
   attention_bias(),
   *_says(qk_norm=True, use_qk_norm=True, use_rotary_pos_emb=True, norm_type='rms'),
 )
@@ -365,7 +365,7 @@ _APERTUS_ROPE |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 _MINISTRAL_YARN = {'rope_type': 'yarn', 'factor': 16.0, 'original_max_position_embeddings': 16_384}
 _MINISTRAL_YARN |= {'beta_fast': 32.0, 'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 1.0}
 _MINISTRAL_YARN |= {'llama_4_scaling_beta': 0.1}
-_COHERE = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
+_COHERE: tuple[Entry, ...] = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
 _COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True

@@ -691,7 +691,7 @@ class Rope:
     if parameters and not {'full_attention', 'sliding_attention'} <= parameters.keys():
       raise config.error('rope_parameters', "must have the keys 'full_attention' and 'sliding_attention'")
     local_defaults = defaults | {'rope_theta': config.read('rope_local_base_freq', float, self.local_theta)}
-    full = parameters.get('full_attention') or old_parameters or self.default
+    full = parameters.get('full_attention') or old_parameters or dict(self.default)
     local = parameters.get('sliding_attention') or {}
     return {
       'rotary': read_rotary(defaults | full, head_dim, lengths, config),

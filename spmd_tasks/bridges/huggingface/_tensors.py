@@ -8,6 +8,7 @@ Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E exper
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+from typing import Literal
 
 from spmd_tasks.bridges._operations import Operation, Reshape, Take, Transpose, split_heads
 from spmd_tasks.bridges._operations import Split as SplitDim
@@ -27,7 +28,9 @@ class TensorNames:
   `layer` is the prefix of a layer's names, `expert` the prefix of an expert's. `qkv`, `gate_up` and `shared_gate_up`
   name fused projections, None for separate ones. If `interleaved`, rotary positions rotate the features 2i and 2i + 1
   of a head as a pair; ours rotate i and i + d/2. `fused_experts` names the kernels into and out of the hidden layers of
-  all experts, None for a tensor per expert; `expert_layout` is one of EXPERT_LAYOUTS.
+  all experts, None for a tensor per expert. Their `expert_layout` is 'halves', [E, D, 2F] and [E, F, D], with all
+  columns of the gate first; 'interleaved', whose columns of gate and up alternate; or 'transposed', [E, 2F, D] and
+  [E, D, F].
   """
 
   table: str = 'model.embed_tokens.weight'
@@ -62,12 +65,7 @@ class TensorNames:
   expert_up: str = 'up_proj'
   expert_down: str = 'down_proj'
   fused_experts: tuple[str, str] | None = None
-  expert_layout: str = 'halves'
-
-
-# Layouts of the fused kernels of all experts. `halves`, [E, D, 2F] and [E, F, D]: first all columns
-# of the gate. `interleaved`: columns of gate and up alternate. `transposed`, [E, 2F, D] and [E, D, F].
-EXPERT_LAYOUTS = ('halves', 'interleaved', 'transposed')
+  expert_layout: Literal['halves', 'interleaved', 'transposed'] = 'halves'
 
 
 def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
