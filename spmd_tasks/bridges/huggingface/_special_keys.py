@@ -466,14 +466,14 @@ class Gemma4Layers:
 
   def read(self, config: Config, known: Values) -> Values:
     windowed = (*known['windowed'][:-1], False)
-    full = {str(layer) for layer, is_windowed in enumerate(windowed) if not is_windowed}
+    full = {layer for layer, is_windowed in enumerate(windowed) if not is_windowed}
     shares = config.read('attention_k_eq_v', bool, False)
     sizes: Mapping[str, Any] = {'head_dim': config.read('global_head_dim', int, 512)}
     if (num_heads := config.read('num_global_key_value_heads', int, None)) and shares:
       sizes = {**sizes, 'num_key_value_heads': num_heads}
     if per_layer := config.read('per_layer_config', dict, {}):
       sizes = next(iter(per_layer.values()))
-      if {*map(str, per_layer)} != full or any(other != sizes for other in per_layer.values()):
+      if {*map(int, per_layer)} != full or any(other != sizes for other in per_layer.values()):
         raise config.error('per_layer_config', 'must have the same settings for all layers of full attention alone')
       if sizes.keys() - self._SIZES.keys():
         raise config.error('per_layer_config', f'must set {" and ".join(self._SIZES)} alone')
@@ -487,7 +487,8 @@ class Gemma4Layers:
     if decoder.windowed[-1]:
       raise UserError('the last layer has a window, which this family does not have there.')
     sizes = {key: getattr(decoder, field) for key, field in self._SIZES.items()}
-    full = [str(layer) for layer, is_windowed in enumerate(decoder.windowed) if not is_windowed]
+    width = len(str(decoder.num_layers - 1))  # transformers writes '05' beside '11'
+    full = [str(layer).zfill(width) for layer, is_windowed in enumerate(decoder.windowed) if not is_windowed]
     return {'attention_k_eq_v': decoder.values_from_keys, 'per_layer_config': dict.fromkeys(full, sizes)}
 
 
