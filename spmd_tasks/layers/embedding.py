@@ -143,9 +143,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def softmax_head(self, x: jax.Array, *, num_chunks: int | Literal['auto'] = 'auto') -> SoftmaxHead | None:
     """Returns what computes losses from x [B, T, D] without whole logits, in `num_chunks` chunks of a device's tokens.
 
-    Returns None if the softmax kernel has an adapter: its product is no plain one.
+    Returns None if the logits are not this class's: the softmax kernel has an adapter, or a subclass has its `attend`.
     """
-    if self.adapted is not None:
+    if self.adapted is not None or type(self).attend is not TokenEmbedding.attend:
       return None
     return SoftmaxHead(
       x=x,

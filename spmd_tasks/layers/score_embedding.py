@@ -36,10 +36,6 @@ class ScoreEmbedding(TokenEmbedding, kw_only=True):
         num_input_dims=0,
       )
 
-  def softmax_head(self, x: jax.Array, **settings: object) -> None:
-    """Returns None: scores have no softmax."""
-    del x, settings
-
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns scores, float32 [B, T, N], for x [B, T, D]."""
     if not self.num_labels:

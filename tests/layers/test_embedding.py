@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import TokenEmbedding, label_scores
+from spmd_tasks.layers import ScoreEmbedding, TokenEmbedding, label_scores
 from spmd_tasks.sharding.weights import unbox_weights
 
 IDS = np.array([[0, 3, 3], [6, 1, 0]])
@@ -53,6 +53,20 @@ def test_factors_and_a_bias(rng):
   head_logits = lambda weights: layer.apply({'params': weights}, x, method='attend')
   at_once, in_chunks = (jax.grad(sum_of_scores)(weights, num) for num in (0, 3))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), at_once, in_chunks)
+
+
+class Halved(TokenEmbedding, kw_only=True):
+  """An embedding with logits of its own."""
+
+  def attend(self, x):
+    return super().attend(x) / 2
+
+
+@pytest.mark.parametrize('embedding, has_head', [(TokenEmbedding, True), (Halved, False), (ScoreEmbedding, False)])
+def test_a_subclass_with_logits_of_its_own_has_no_head(embedding, has_head):
+  layer = embedding(vocab_size=7, embed_dim=16)
+  head = layer.apply({'params': unbox_weights(_init(layer))}, np.ones((2, 3, 16), 'float32'), method='softmax_head')
+  assert (head is not None) == has_head
 
 
 def test_logits_of_bfloat16_operands_are_accumulated_in_float32(rng):
