@@ -53,9 +53,8 @@ def add_nnx_adapters(
     bound = 1 / math.sqrt(layer.in_features)
     a = jax.random.uniform(rngs.params(), (layer.in_features, adapter.rank), layer.param_dtype, -bound, bound)
     split_dims = layer.kernel.get_metadata().get('out_sharding')
-    of_a, of_b = {}, {}
-    if split_dims is not None:
-      of_a, of_b = {'out_sharding': (split_dims[0], None)}, {'out_sharding': (None, split_dims[1])}
+    of_a: dict[str, Any] = {} if split_dims is None else {'out_sharding': (split_dims[0], None)}
+    of_b: dict[str, Any] = {} if split_dims is None else {'out_sharding': (None, split_dims[1])}
     layer.lora_a = nnx.Param(a, **of_a)
     layer.lora_b = nnx.Param(jnp.zeros((adapter.rank, layer.out_features), layer.param_dtype), **of_b)
   return names
@@ -63,6 +62,11 @@ def add_nnx_adapters(
 
 class LowRankLinear(nnx.Linear):
   """An nnx.Linear with an adapter: x . W + bias + scale * (x . A) . B."""
+
+  adapter: LowRankAdapter
+  dropout: nnx.Dropout | None
+  lora_a: nnx.Param[jax.Array]
+  lora_b: nnx.Param[jax.Array]
 
   def __call__(self, inputs: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
     y = super().__call__(inputs, *arguments, **named)

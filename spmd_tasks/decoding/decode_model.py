@@ -33,7 +33,7 @@ from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import ShardingScope, current_platform, sharding_scope
+from spmd_tasks.sharding.specs import ShardingScope, current_platform, step_scope
 from spmd_tasks.sharding.weights import is_quantized, unbox_weights, weight_specs
 
 
@@ -219,7 +219,7 @@ class DecodeModel:
 
   def scope(self) -> contextlib.AbstractContextManager[ShardingScope]:
     """Returns the context in which the model is traced."""
-    return sharding_scope(self.mesh, self._axis_rules, self._model.inputs_split_mapping)
+    return step_scope(self.mesh, self._axis_rules, self._model.inputs_split_mapping)
 
 
 def check_reads_tokens(spec: Mapping[str, Any], settings: DecodeSettings | None) -> None:

@@ -33,7 +33,7 @@ from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.explicit_axes import with_axis_type
 from spmd_tasks.sharding.quantized import quantize
-from spmd_tasks.sharding.specs import ShardingScope, check_axis_rules, sharding_scope, spec_axes
+from spmd_tasks.sharding.specs import ShardingScope, check_axis_rules, spec_axes, step_scope
 from spmd_tasks.sharding.weights import (
   PINNED_HOST,
   Quantized,
@@ -254,7 +254,7 @@ class PartitionedModel:
   def scope(self) -> contextlib.AbstractContextManager[ShardingScope]:
     """Returns the context in which the task's methods are traced."""
     variable_specs = self.state_specs.variables if self.task.explicit_axes else None
-    return sharding_scope(self.mesh, self.axis_rules, self.inputs_split_mapping, variable_specs)
+    return step_scope(self.mesh, self.axis_rules, self.inputs_split_mapping, variable_specs)
 
   def _constrain(self, state: TrainState) -> TrainState:
     return _constrain(state, self.state_specs, self.mesh)
@@ -334,7 +334,7 @@ def partition_spmd_model(
     return task.init_variables(rng, batch)
 
   key = jax.eval_shape(lambda: task.make_key(0))
-  with sharding_scope(mesh, axis_rules, inputs_split_mapping, {} if task.explicit_axes else None):
+  with step_scope(mesh, axis_rules, inputs_split_mapping, {} if task.explicit_axes else None):
     jitted_init = jax.jit(init_boxed)  # `init_variables` reuses its trace
     boxed = dict(jitted_init.trace(key).out_info)
   has_rule = not task.explicit_axes and default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}

@@ -271,14 +271,23 @@ def sharding_scope(
 ) -> Iterator[ShardingScope]:
   """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced.
 
-  Its `row_axes` include those of an enclosing scope. Outside of a mesh context the mesh is also JAX's, as in
-  `jax.set_mesh`: for a user's `jax.shard_map` without a mesh, or a sharding constraint to a PartitionSpec.
+  Its `row_axes` include those of an enclosing scope.
   """
   outer = current_sharding_scope()
   rows = row_axes(mesh.axis_names, axis_rules, inputs_split_mapping) | (outer.row_axes if outer else frozenset())
-  scope = ShardingScope(mesh, axis_rules, rows, inputs_split_mapping, variable_specs)
-  context = jax.sharding.get_abstract_mesh()
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if context.empty else context), scope_of(scope):
+  with scope_of(ShardingScope(mesh, axis_rules, rows, inputs_split_mapping, variable_specs)) as scope:
+    yield scope
+
+
+@contextlib.contextmanager
+def step_scope(mesh: Mesh | AbstractMesh, *settings: Any) -> Iterator[ShardingScope]:
+  """Context in which a task is traced: a `sharding_scope` whose mesh is JAX's too, as in `jax.set_mesh`.
+
+  So a user's `jax.shard_map` without a mesh, or a sharding constraint to a PartitionSpec, finds it.
+  """
+  outer = jax.sharding.get_abstract_mesh()
+  context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh if outer.empty else outer)
+  with context, sharding_scope(mesh, *settings) as scope:
     yield scope
 
 
