@@ -407,8 +407,8 @@ def _sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, leaf_spec: WeightS
   return NamedSharding(mesh, spec, memory_kind=leaf_spec.memory_kind)
 
 
-def _in_memory(tree: Any, layout: Any, space: jax.memory.Space) -> Any:
-  """Copies the leaves that the layout stores in the host's memory to another space, or back to it."""
+def _in_memory(tree: Any, layout: Any, space: Any) -> Any:
+  """Copies the leaves that the layout stores in the host's memory to a `jax.memory.Space`."""
   is_on_host = lambda target: target.sharding.memory_kind == PINNED_HOST
   return jax.tree.map(lambda x, target: jax.device_put(x, space) if is_on_host(target) else x, tree, layout)
 

@@ -200,7 +200,8 @@ class _GroupedMatmul:
 
   def run(self, inputs: Arrays, backend: str | None = None) -> Arrays:
     multiply = GROUPED_MATMUL_BACKENDS[backend or self.name]
-    result, pull_back = jax.vjp(lambda *x: multiply(*x, inputs['group_sizes']), inputs['rows'], inputs['weights'])
+    multiply_by_group = lambda rows, weights: multiply(rows, weights, inputs['group_sizes'])
+    result, pull_back = jax.vjp(multiply_by_group, inputs['rows'], inputs['weights'])
     d_rows, d_weights = pull_back(inputs['cotangent'])
     return {'the result': result, 'the gradient of rows': d_rows, 'the gradient of matrices': d_weights}
 
@@ -227,10 +228,11 @@ class _GroupedMatmul:
     for group, size in enumerate(sizes):
       own = slice(start, start + size)
       rows, cotangent, matrix = inputs['rows'][own], inputs['cotangent'][own], inputs['weights'][group]
-      for i, function in enumerate((np.asarray, np.abs)):
-        result[i, own] = function(rows) @ function(matrix[:, outputs])
-        d_rows[i, own] = function(cotangent) @ function(matrix[ins]).T
-        d_weights[i, group] = function(rows).T @ function(cotangent[:, outputs])
+      for i, arrays in enumerate([(rows, cotangent, matrix), (np.abs(rows), np.abs(cotangent), np.abs(matrix))]):
+        rows, cotangent, matrix = arrays
+        result[i, own] = rows @ matrix[:, outputs]
+        d_rows[i, own] = cotangent @ matrix[ins].T
+        d_weights[i, group] = rows.T @ cotangent[:, outputs]
       start += size
     parts = ('the result', result), ('the gradient of rows', d_rows), ('the gradient of matrices', d_weights)
     return {name: (value, scale) for name, (value, scale) in parts}
