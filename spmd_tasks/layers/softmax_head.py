@@ -100,7 +100,7 @@ label_scores.defvjp(_label_scores_forward, _label_scores_backward)
 def _logits_cotangent(
   logits: jax.Array, labels: jax.Array, log_normalizer: jax.Array, cotangents: tuple[jax.Array, jax.Array, jax.Array]
 ) -> jax.Array:
-  """Returns the cotangent of the logits, float32 [..., V], from those of `LabelScores.differentiable`, [...] each."""
+  """Returns the logits' cotangent, float32 [..., V], for cotangents [...] of `LabelScores.differentiable`."""
   normalizer, label, mean = (x[..., None] for x in cotangents)
   softmax = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
   return normalizer * softmax + mean / logits.shape[-1] + jnp.where(_is_label(labels, logits), label, 0.0)
@@ -386,7 +386,7 @@ _scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
 def _total(
   product: _Product, objective: Objective, weights: Weights, x: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple[jax.Array, LabelScores]:
-  """Returns the sum of objective * weight, and LabelScores [N, P, m]; arguments are those of `_scores`."""
+  """Returns the sum of objective * weight, and LabelScores [N, P, m]; takes the arguments of `_scores`."""
   scores = _scores_of_chunks(product, weights, x, labels)
   return jnp.sum(objective(scores, token_weights) * token_weights), scores
 

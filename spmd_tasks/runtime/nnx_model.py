@@ -39,7 +39,7 @@ Path = tuple[str, ...]  # a variable's collection, the attributes, keys and indi
 def as_linen(model: Any) -> Any:
   """Returns the Linen module for a class of NNX modules or a `functools.partial` of one; `model` itself if it is none.
 
-  Raises a UserError: `model` is an instance of an NNX module, or its arguments are not those of the constructor.
+  Raises a UserError: `model` is an instance of an NNX module, or the constructor does not take its arguments.
   """
   if isinstance(model, nnx.Module):
     name = type(model).__name__

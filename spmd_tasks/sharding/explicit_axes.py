@@ -4,7 +4,7 @@
 
 The axes of a step are automatic: the compiler decides how intermediate arrays are sharded. Code for `AxisType.Explicit`
 (https://docs.jax.dev/en/latest/parallel.html) needs the sharding in the type, for `jax.sharding.reshard`, for
-`out_sharding=` of a product, and for a `jax.shard_map` whose `in_specs` must be those of its arguments.
+`out_sharding=` of a product, and for a `jax.shard_map`, whose `in_specs` must match its arguments' types.
 
 A type has only an even sharding: a dim that its mesh axes do not divide keeps the subset of them that splits it evenly
 into the most parts (`even_spec`). So an uneven dim arrives with its true size, split over fewer devices or none.

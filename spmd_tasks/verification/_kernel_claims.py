@@ -35,6 +35,11 @@ from spmd_tasks.verification._settings import scaled_mesh
 
 _INTERPRETED_FOR = ('v5e:1x1', 'h200:1')  # on a CPU
 _LONGEST = 8192  # T: the reference has [T, T] of one head in float64
+# A number may differ from float64 by two roundings, and by _TIMES_PLAIN * share * (the sum of its terms' absolute
+# values). The share is the plain computation's error on the same device, relative to that sum, but at most
+# _LARGEST_SHARE, the error of products of bfloat16.
+_TIMES_PLAIN = 8
+_LARGEST_SHARE = 2.0**-7
 _NUM_COLUMNS = 16  # of a group's matrix that are compared, over all its tiles
 
 Arrays = dict[str, Any]
@@ -130,12 +135,6 @@ def _broken(bench: Bench, kernel: Any, what: str, difference: float, allowed: fl
       'command': command,
     },
   )
-
-
-# How much a kernel may differ by, times the sum of the absolute terms of each number: as many times what the plain
-# computation differs by, beyond the rounding of the result. It is at most that of products of bfloat16.
-_TIMES_PLAIN = 8
-_LARGEST_SHARE = 2.0**-7
 
 
 def _rounding_unit(dtype: Any) -> float:

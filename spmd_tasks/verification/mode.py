@@ -131,7 +131,7 @@ def run(command: Command) -> int:
   set_activity('preparing --mode verify')
   compile_quickly()
   claims = list(CLAIMS) if command.flags.claims is None else command.flags.claims.split(',')
-  # Kernels are those of this machine's devices; all other claims are about numbers on fake ones.
+  # Kernels run on this machine's own devices; the other claims are checked on fake CPU devices.
   num_devices = command.use_fake_devices(None if claims == ['kernels'] else DEFAULT_NUM_DEVICES) or jax.device_count()
   if unknown := sorted(set(claims) - set(CLAIMS)):
     raise UserError(f'--claims has {unknown[0]!r}, which is not a claim: choose from {", ".join(CLAIMS)}.')

@@ -1086,7 +1086,7 @@ FAMILIES: dict[str, Family] = {
   ),
 }
 
-# Model types of folders with code of their own, whose models are those of another family.
+# Model types of folders that bring their own code -> the family that has the same model.
 ALIASES = {'kimi_k2': 'deepseek_v3'}
 
 # Multimodal models whose text model is read: model type -> architecture, and the text's model type if it is not named.

@@ -124,7 +124,7 @@ def _log_text_part(path: str, wrapper: str, architecture: str) -> None:
 
 
 def _text_part(values: Mapping[str, Any], text_type: str, file: Path, accepted: Collection[str]) -> dict[str, Any]:
-  """Returns the config of the text model, by default of the type `text_type`, from that of a multimodal model."""
+  """Returns the text model's part of a multimodal config; its type is `text_type` if it names none."""
   Config(values, str(file), accepted).finish(WRAPPER_KEYS)
   shared = {
     key: value
