@@ -1,7 +1,7 @@
 """Learner: computes new weights and a new state from gradients (optax underneath).
 
 The arithmetic is float32 whatever the dtype of the weights. A step with a non-finite loss or gradient changes only the
-counts of skipped steps. Frozen weights (frozen_weights.py) are ignored.
+counts of skipped steps, and so does a spike (spikes.py). Frozen weights (frozen_weights.py) are ignored.
 """
 
 import abc
@@ -23,6 +23,7 @@ from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.optimizers import Optimizer, OptimizerSettings
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
+from spmd_tasks.learning.spikes import RecentSteps
 from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
@@ -43,13 +44,15 @@ class LearnerState(struct.PyTreeNode):
     opt_state: optax's state, float32 unless the optimizer sets other dtypes.
     ema_weights: float32, congruent to the trained weights; None without `ema_decay`.
     num_skipped: int32 scalar, the number of steps skipped since the start of the job.
-    num_skipped_in_a_row: int32 scalar, the number of steps skipped since the last finite step.
+    num_skipped_in_a_row: int32 scalar, the number of steps skipped since the last applied step.
+    recent: the losses and gradient norms of recent steps; None without `spike_threshold`.
   """
 
   opt_state: Any
   ema_weights: Any
   num_skipped: jax.Array
   num_skipped_in_a_row: jax.Array
+  recent: RecentSteps | None = None
 
 
 def global_norm(tree: Any, weight_specs: Any) -> jax.Array:
@@ -148,9 +151,14 @@ class Learner(BaseLearner):
     clip_global_norm: gradients are scaled down to this global norm if theirs is larger; None: no clipping.
     ema_decay: decay of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`, which starts at
       the initial weights; None: no average.
+    ema_warmup: whether the decay grows to `ema_decay`: after t updates it is at most (1 + t) / (10 + t), as in
+      TensorFlow's `ExponentialMovingAverage` with `num_updates`, so that the initial weights are soon forgotten.
     num_microbatches: the number of microbatches into which a batch is split; see `accumulation.py`.
     accumulation: 'mean' gives the gradient of the full batch; 'sum' adds the microbatches' mean gradients, as T5X does.
-    max_consecutive_skips: the training program stops after this many consecutive non-finite steps.
+    max_consecutive_skips: the training program stops after this many consecutive skipped steps.
+    spike_threshold: a step is skipped if its loss or gradient norm lies more than this many standard deviations above
+      the mean of the last `spike_window` steps; see `spikes.py`. None: only non-finite steps are skipped.
+    spike_window: the number of recent steps with which a step is compared.
     state_on_host: whether the optimizer's state is in the host's pinned memory between updates, which copy it to the
       device and back. Numbers are the same.
   """
@@ -160,9 +168,12 @@ class Learner(BaseLearner):
   balance_bias_rate: float = 1e-3
   clip_global_norm: float | None = None
   ema_decay: float | None = None
+  ema_warmup: bool = False
   num_microbatches: int = 1
   accumulation: Literal['mean', 'sum'] = 'mean'
   max_consecutive_skips: int = 10
+  spike_threshold: float | None = None
+  spike_window: int = 128
   state_on_host: bool = False
 
   def __post_init__(self):
@@ -174,6 +185,7 @@ class Learner(BaseLearner):
         'optax optimizer such as optax.adam(3e-4).'
       )
     scale, clip, decay = self.expert_grad_scale, self.clip_global_norm, self.ema_decay
+    threshold = self.spike_threshold
     is_scale = scale == 't5x' or (isinstance(scale, int | float) and scale > 0)
     for name, is_valid, constraint in (
       ('expert_grad_scale', is_scale, "larger than 0, or 't5x' for the number of expert partitions of the mesh"),
@@ -183,6 +195,9 @@ class Learner(BaseLearner):
       ('num_microbatches', self.num_microbatches >= 1, '1 (no accumulation) or more'),
       ('accumulation', self.accumulation in ('mean', 'sum'), "'mean' or 'sum'"),
       ('max_consecutive_skips', self.max_consecutive_skips >= 1, '1 (stop at the first) or more'),
+      ('ema_warmup', not self.ema_warmup or decay is not None, 'False without ema_decay'),
+      ('spike_threshold', threshold is None or threshold > 0, 'larger than 0, or None to skip no spikes'),
+      ('spike_window', self.spike_window >= 4, '4 or more'),
     ):
       if not is_valid:
         raise UserError(f'learner.{name} is {getattr(self, name)!r}; it must be {constraint}.')
@@ -201,6 +216,7 @@ class Learner(BaseLearner):
       ema_weights=ema_weights,
       num_skipped=jnp.zeros((), jnp.int32),
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
+      recent=None if self.spike_threshold is None else RecentSteps.empty(self.spike_window),
     )
 
   def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
@@ -248,10 +264,10 @@ class Learner(BaseLearner):
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
       clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`, if
-      it is known; and `skipped`, 1 if the loss or a gradient was not finite. Weights whose gradients the optimizer does
-      not read (unread_gradients.py) are excluded from metrics, clipping and skipping, and their gradients are set to 0.
-      In a skipped step, weights, optimizer state and average are bit for bit the old ones. A gradient norm that
-      overflows float32 counts as non-finite, because the optimizer's second moments would overflow too.
+      it is known; and `skipped`, 1 if the loss or a gradient was not finite or a spike. Weights whose gradients the
+      optimizer does not read (unread_gradients.py) are excluded from metrics, clipping and skipping, and their
+      gradients are set to 0. In a skipped step, weights, optimizer state and average are bit for bit the old ones. A
+      gradient norm that overflows float32 counts as non-finite, because the optimizer's second moments would overflow.
     """
     all_weights = weights
     grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
@@ -275,11 +291,16 @@ class Learner(BaseLearner):
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and NaN propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    is_applied, recent = is_finite, state.recent
+    if self.spike_threshold is not None:
+      values, limits = jnp.stack([loss.astype(jnp.float32), grad_norm]), recent.limits(self.spike_threshold)
+      is_applied &= jnp.all(values <= limits)
+      recent = keep_if_finite(is_finite, recent.append(jnp.minimum(values, limits)), recent)
     if self.clip_global_norm is not None:
       # The scale is exactly 1 up to the threshold, and never divides by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
       optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
-    directions, opt_state = optimize(optimized_grads, state.opt_state, is_finite)
+    directions, opt_state = optimize(optimized_grads, state.opt_state, is_applied)
     steps = directions
     if not self.optimizer.applies_learning_rate:
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
@@ -287,23 +308,26 @@ class Learner(BaseLearner):
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     if factors is not None:
       new_weights = multiply_by_factors(new_weights, weight_specs, factors)
-    new_weights = keep_if_finite(is_finite, new_weights, weights)
+    new_weights = keep_if_finite(is_applied, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
       decay = self.ema_decay
+      if self.ema_warmup:
+        decay = jnp.minimum(decay, (1 + step) / (10 + step))
       average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)
-      ema_weights = keep_if_finite(is_finite, average, ema_weights)
+      ema_weights = keep_if_finite(is_applied, average, ema_weights)
 
     def without_unread(tree: Any) -> Any:
       """Replaces the leaves of weights whose gradients are not read by None."""
       return jax.tree.map(lambda _, leaf, unread: None if unread else leaf, weight_specs, tree, is_unread)
 
-    skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
+    skipped = jnp.where(is_applied, 0, 1).astype(jnp.int32)
     new_state = LearnerState(
       opt_state=opt_state,
       ema_weights=ema_weights,
       num_skipped=state.num_skipped + skipped,
-      num_skipped_in_a_row=jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
+      num_skipped_in_a_row=jnp.where(is_applied, 0, state.num_skipped_in_a_row + 1),
+      recent=recent,
     )
     metrics = {
       'grad_norm': grad_norm,
@@ -333,6 +357,7 @@ class Learner(BaseLearner):
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
       num_skipped=replicated_spec(abstract_state.num_skipped),
       num_skipped_in_a_row=replicated_spec(abstract_state.num_skipped_in_a_row),
+      recent=jax.tree.map(replicated_spec, abstract_state.recent),
     )
 
 

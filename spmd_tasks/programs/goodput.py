@@ -36,7 +36,7 @@ CAUSES: Mapping[str, str] = {
   'data_loading': 'no step was running, because the next batch was not there',
   'checkpoint_save': 'the loop waited for a checkpoint',
   'evaluation': 'evaluations and samples, during the training and at its end',
-  'skipped_steps': 'steps whose loss or gradient was not finite',
+  'skipped_steps': 'steps whose loss or gradient was not finite, or a spike',
   'wasted_progress': 'steps that a restart repeated',
   'program_end': 'closing files and connections, and waiting for other processes',
   'infrastructure_recovery': 'between the last sign of one process and the start of the next',

@@ -45,7 +45,7 @@ from spmd_tasks.programs.goodput import Goodput, steady_now
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, CheckpointRecord
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.trackers import tracker_classes
-from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
+from spmd_tasks.programs.training_loop import Outcome, TrainingLoop, is_spike
 from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.flops import peak_steps_per_second
@@ -149,7 +149,7 @@ class TrainHook:
     """
 
   def after_skipped_step(self, run: 'TrainRun', outcome: Outcome) -> None:
-    """Called after a skipped step, whose loss or gradients were not finite."""
+    """Called after a skipped step, whose loss or gradients were not finite, or a spike."""
 
   def after_loop(self, run: 'TrainRun') -> None:
     """Called when the loop has ended, for any reason. `run.state` is the state after `run.step`."""
@@ -313,9 +313,11 @@ class ShowProgress(TrainHook):
     run.progress.step(outcome.step)
 
   def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    spike = ', a spike' if is_spike(outcome.metrics) else ''
     run.message(
       f'skipped an update after step {outcome.step}: loss {float(outcome.metrics["loss"])}, gradient norm '
-      f'{float(outcome.metrics["grad_norm"])}; weights and optimizer are unchanged'
+      f'{float(outcome.metrics["grad_norm"])}{spike}; weights and optimizer are unchanged. `--mode replay --step '
+      f'{outcome.step + 1}` shows its rows'
     )
 
 

@@ -11,7 +11,7 @@ that after every step that `is_awaited`, at the end, and when the iteration is o
 awaited: the host computes the steps itself, so a queue of them gains nothing but buffers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import math
 from typing import Any, NamedTuple
 
@@ -28,16 +28,22 @@ class TrainingInputEndedError(JobError):
 
 
 class TrainingDivergedError(JobError):
-  """Too many steps in a row had a loss or gradient that is not finite, or an update made such weights."""
+  """Too many steps in a row were skipped, or an update made weights that are not finite."""
 
 
 class Outcome(NamedTuple):
   """The outcome of one launched step."""
 
   step: int  # updates applied so far; this one counts, unless it was skipped
-  skipped: bool  # the loss or a gradient was not finite, so that the step changed nothing
+  skipped: bool  # the loss or a gradient was not finite, or a spike, so that the step changed nothing
   metrics: dict[str, jax.Array]
   outputs: StepOutputs | None = None  # per-example outputs, if a hook `wants_examples`, and summaries
+
+
+def is_spike(metrics: Mapping[str, Any]) -> bool:
+  """Whether a step with these metrics was skipped although its loss and gradients were finite."""
+  is_finite = math.isfinite(float(metrics['loss'])) and math.isfinite(float(metrics['grad_norm']))
+  return bool(metrics['skipped']) and is_finite
 
 
 class _Launched(NamedTuple):
@@ -105,8 +111,8 @@ class TrainingLoop:
 
     `batches` yields (placed batch, the input's position after it).
 
-    Raises a TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights
-    that are not.
+    Raises a TrainingDivergedError: `max_consecutive_skips` steps in a row were skipped, or an update made weights that
+    are not finite.
     """
     self.is_running = True
     expected = self.step  # counts the step in flight as applied, until its outcome is read
@@ -155,10 +161,16 @@ class TrainingLoop:
         advice = 'Lower the learning rate, clip gradients, or look at the data after that step'
         if self.step == 0:
           advice = 'No step was ever finite: look at the data'
+        reason, causes = 'that is not finite', 'NaNs, or an id, or a label with a weight, outside [0, vocab_size)'
+        if is_spike(metrics):
+          reason, causes = (
+            'above learner.spike_threshold',
+            'the level may have changed for good; raise the threshold then',
+          )
         raise TrainingDivergedError(
-          f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
+          f'{self._skipped_in_a_row} steps in a row had a loss or gradient {reason} (the last: loss '
           f'{float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])}). The weights are those of step '
-          f'{self.step}, still good. {advice}: NaNs, or an id, or a label with a weight, outside [0, vocab_size).'
+          f'{self.step}, still good. {advice}: {causes}.'
         )
     elif not math.isfinite(float(metrics['weight_norm'])):
       # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.

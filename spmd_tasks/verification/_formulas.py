@@ -152,8 +152,13 @@ def update(
     new = jax.tree.map(np.asarray, multiply_by_factors(new, specs, factors))
   average = state.ema_weights
   if (decay := learner.ema_decay) is not None:
+    decay = min(decay, (1 + step) / (10 + step)) if learner.ema_warmup else decay
     average = jax.tree.map(lambda e, w: decay * np.float64(e) + (1 - decay) * np.float64(w), average, new)
-  state = state.replace(opt_state=opt_state, ema_weights=average, num_skipped_in_a_row=np.int32(0))
+  if (recent := state.recent) is not None:  # too few steps run here for one to be a spike
+    values = np.array(recent.values)
+    values[:, recent.count % learner.spike_window] = loss, grad_norm
+    recent = recent.replace(values=values, count=np.int32(recent.count + 1))
+  state = state.replace(opt_state=opt_state, ema_weights=average, num_skipped_in_a_row=np.int32(0), recent=recent)
   return fill_in(new, weights), state, metrics | {'weight_norm': weight_norm(new)}
 
 

@@ -85,6 +85,46 @@ def test_ema_follows_the_new_weights(rng):
     np.testing.assert_allclose(state.ema_weights[name], average[name], rtol=1e-5, atol=1e-6)
 
 
+def test_the_decay_of_an_average_warms_up(rng):
+  weights = random_tree(rng)
+  learner = Learner(optimizer=SGD, ema_decay=0.3, ema_warmup=True)
+  state = learner.init(weights, SPECS)
+  average = {name: np.asarray(w, np.float64) for name, w in weights.items()}
+  for step in range(5):
+    weights, state, _ = learner.update(random_tree(rng), jnp.float32(1), jnp.int32(step), state, weights, SPECS)
+    decay = [1 / 10, 2 / 11, 3 / 12, 0.3, 0.3][step]
+    average = {name: decay * average[name] + (1 - decay) * np.asarray(w, np.float64) for name, w in weights.items()}
+  for name in SPECS:
+    np.testing.assert_allclose(state.ema_weights[name], average[name], rtol=1e-5, atol=1e-6)
+
+
+def test_spikes_are_skipped(rng):
+  """A spike of the loss or of the gradients changes nothing, whatever its size; a lasting rise is accepted."""
+  learner = Learner(optimizer=SGD, spike_threshold=4.0, spike_window=16)
+  update = jax.jit(lambda g, loss, step, state, w: learner.update(g, loss, step, state, w, SPECS))
+  grads, weights = random_tree(rng), random_tree(rng)
+  state = learner.init(weights, SPECS)
+  recent: list[tuple[float, float]] = []  # the same rule in numpy
+  num_skipped = 0
+  losses = [9.0, *rng.uniform(2, 3, size=18), 1e30, 2.4, np.nan, 2.5, 2.5, *[5.0] * 12]
+  for step, loss in enumerate(losses):
+    scale = 1e15 if step == 23 else rng.uniform(1, 1.2)
+    scaled = jax.tree.map(lambda g, scale=scale: g * scale, grads)
+    values, limit = np.array([loss, numpy_norm(scaled)]), np.full(2, np.inf)
+    if len(recent) >= 8:
+      limit = np.mean(recent[-16:], axis=0) + 4 * np.std(recent[-16:], axis=0)
+    is_applied = np.isfinite(loss) and (values <= limit).all()
+    if np.isfinite(loss):
+      recent.append(np.minimum(values, limit))
+    new_weights, state, metrics = update(scaled, jnp.float32(loss), jnp.int32(step), state, weights)
+    assert metrics['skipped'] == (not is_applied), (step, loss)
+    is_equal = jax.tree.map(np.array_equal, new_weights, weights)
+    assert all(x == (not is_applied) for x in is_equal.values())
+    weights, num_skipped = new_weights, num_skipped + (not is_applied)
+  assert state.num_skipped == num_skipped and is_applied
+  assert 4 <= num_skipped < 10  # 1e30, NaN, 1e15 times the gradients, and some of the steps with loss 5
+
+
 def test_skipped_steps_do_not_affect_later_steps(rng):
   """Skipped steps do not advance the optimizer's counts, and the learning rate follows `step`."""
   schedule = optax.warmup_constant_schedule(0.0, 0.1, 10)
@@ -107,6 +147,8 @@ def test_skipped_steps_do_not_affect_later_steps(rng):
   [
     ({'optimizer': 'adamw'}, "learner.optimizer is 'adamw'"),
     ({'ema_decay': 1.0}, r'learner.ema_decay is 1.0; it must be in \[0, 1\)'),
+    ({'ema_warmup': True}, 'learner.ema_warmup is True; it must be False without ema_decay'),
+    ({'spike_threshold': 0.0}, 'learner.spike_threshold is 0.0; it must be larger than 0'),
     ({'accumulation': 'average'}, "learner.accumulation is 'average'; .*'sum'"),
     ({'num_microbatches': 0}, 'learner.num_microbatches is 0'),
   ],

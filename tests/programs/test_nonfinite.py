@@ -81,3 +81,18 @@ def test_the_count_goes_on_after_a_restart(tmp_path):
   for num_steps in (4, 6):
     assert train(directory, {3: 'nan'}, '--num_train_steps', num_steps) == exit_codes.OK
   assert list(binary.column(directory, 'num_skipped_steps').values()) == [0, 0, 0, 1, 1, 1]
+
+
+def test_finite_spikes_are_the_same_after_a_restart(tmp_path, capfd):
+  """With a threshold of one standard deviation some steps are spikes, before the restart and soon after it."""
+  flags = '--set', 'task.learner.spike_threshold=1', '--set', 'task.learner.spike_window=8'
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  assert train(whole, {}, *flags) == exit_codes.OK
+  shown = capfd.readouterr().err
+  for num_steps in (8, NUM_STEPS):
+    assert train(parts, {}, *flags, '--num_train_steps', num_steps) == exit_codes.OK
+  for name in ('loss', 'grad_norm', 'weight_norm', 'num_skipped_steps'):
+    assert binary.column(parts, name) == binary.column(whole, name)
+  num_skipped = list(binary.column(whole, 'num_skipped_steps').values())
+  assert 0 < num_skipped[7] < num_skipped[-1]
+  assert shown.count(', a spike; weights and optimizer are unchanged. `--mode replay --step') == num_skipped[-1]
