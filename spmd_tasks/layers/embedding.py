@@ -40,7 +40,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     use_bias: whether the logits have a bias.
     logits_cap: bounds the logits, see `soft_cap`; None for no bound.
     dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
-    table_init: initializer of the table; None means normal with variance 1/D.
+    table_init, softmax_init: initializers of the weights; None means normal with variance 1/D.
     table_split_dims, softmax_split_dims: of the weights.
     lookup_split_dims: of the table during the lookup. The fully sharded dim is all-gathered first, so that the rows
       come out sharded on batch; otherwise XLA gathers the rows of all devices and slices them again.
@@ -59,6 +59,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
   logits_cap: float | None = None
   dtype: Any = 'float32'
   table_init: Initializer | None = None
+  softmax_init: Initializer | None = None
   table_split_dims: SplitDims = ('vocab', 'embed')
   softmax_split_dims: SplitDims = ('embed', 'vocab')
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
@@ -90,9 +91,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
       )
     self.adapted: AdaptedKernel | None = None
     if not self.tied:
-      split_dims = self.softmax_split_dims
+      split_dims, init = self.softmax_split_dims, self.softmax_init or FanInNormal()
       self.softmax_kernel = declare_weight(
-        self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=split_dims, num_input_dims=0
+        self, 'softmax_kernel', shape=shape[::-1], init=init, split_dims=split_dims, num_input_dims=0
       )
       self.adapted = adapted(
         adapter_of(self.adapters, 'softmax_kernel'),

@@ -115,6 +115,8 @@ class Adafactor(OptimizerSettings):
       value = getattr(self, name)
       if value is not None and not value > 0:
         raise UserError(f'Adafactor.{name} is {value}; it must be larger than 0.')
+    if self.base_width is not None:
+      raise UserError(f'Adafactor has no rule for base_width, which is {self.base_width}: use AdamW or Muon.')
     if self.momentum_of not in ('directions', 'steps'):
       raise UserError(f"Adafactor.momentum_of is {self.momentum_of!r}; it must be 'directions' or 'steps'.")
     if isinstance(self.multiply_by_parameter_scale, str):

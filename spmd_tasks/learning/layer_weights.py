@@ -28,6 +28,16 @@ def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
   return shape
 
 
+def layer_inputs(weight: WeightSpec) -> int:
+  """Returns the number of inputs (fan-in) of one layer's kernel, without padding; 0 for other weights.
+
+  A weight [D] that declares one input dim is a kernel with one output.
+  """
+  if not weight.num_input_dims or _VECTOR_TAG in weight.tags:
+    return 0
+  return math.prod(weight.shape[weight.num_separate_dims :][: weight.num_input_dims])
+
+
 def as_matrices(x: jax.Array, weight: WeightSpec) -> jax.Array:
   """Reshapes a weight, or an array of its shape, to matrices [S..., I, O]."""
   return x.reshape(*x.shape[: weight.num_separate_dims], *layer_matrix(weight))

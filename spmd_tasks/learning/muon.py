@@ -25,7 +25,7 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import fill_in
 from spmd_tasks.learning.layer_weights import are_matrices, as_matrices, layer_matrix
-from spmd_tasks.learning.optimizers import OptimizerSettings
+from spmd_tasks.learning.optimizers import OptimizerSettings, scale_directions
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, scale_by_adam
 from spmd_tasks.sharding import WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
@@ -80,6 +80,7 @@ class Muon(OptimizerSettings):
       ('num_iterations', self.num_iterations >= 1, '1 or more'),
       ('dtype', self.dtype in ('float32', 'bfloat16'), 'float32 or bfloat16'),
       ('adam_scale', self.adam_scale >= 0, '0 or more'),
+      ('scale', self.base_width is None or self.scale == 'spectral_unclamped', "'spectral_unclamped' with base_width"),
     ):
       if not is_valid:
         raise UserError(f'{type(self).__name__}.{name} is {getattr(self, name)!r}; it must be {constraint}.')
@@ -154,12 +155,14 @@ class Muon(OptimizerSettings):
     if self.adam_scale == 1:
       return unscaled
     is_matrix = are_matrices(weight_specs, type(self).__name__)
+    return scale_directions(unscaled, jax.tree.map(lambda matrix: 1.0 if matrix else self.adam_scale, is_matrix))
 
-    def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-      directions, state = unscaled.update(grads, state, weights, **extra_args)
-      return jax.tree.map(lambda d, matrix: d if matrix else self.adam_scale * d, directions, is_matrix), state
-
-    return SkippableTransformation(unscaled.init, update)
+  def _width_factors(self, weight_specs: Any) -> Any:
+    """The scale 'spectral_unclamped' follows the width by itself, so only AdamW's weights have other factors."""
+    is_matrix = are_matrices(weight_specs, type(self).__name__)
+    return jax.tree.map(
+      lambda matrix, factor: 1.0 if matrix else factor, is_matrix, super()._width_factors(weight_specs)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

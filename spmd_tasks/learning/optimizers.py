@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning.layer_weights import are_matrices, layer_inputs
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate
-from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam
+from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam, skippable
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, leaf_name
 
@@ -60,11 +61,15 @@ class OptimizerSettings(Optimizer):
     weight_decay: decoupled weight decay, which is multiplied by the learning rate.
     decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay; see `decay_mask` for weights
       without tags. (): all weights decay.
+    base_width: for muP (Yang et al., arXiv 2203.03466, table 8): the direction of a matrix with n inputs, heads
+      merged, is multiplied by base_width / n; other weights, and all weight decay, keep the learning rate. None: one
+      learning rate for all weights.
   """
 
   learning_rate: LearningRate
   weight_decay: float = 0.0
   decay_exempt_tags: tuple[str, ...] = ('no_decay',)
+  base_width: int | None = None
 
   def __post_init__(self):
     name = type(self).__name__
@@ -78,6 +83,7 @@ class OptimizerSettings(Optimizer):
       'epsilon': (lambda epsilon: epsilon > 0, 'more than 0, because a gradient may be exactly 0'),
       'momentum_dtype': (lambda dtype: jnp.issubdtype(jnp.dtype(dtype), jnp.floating), 'float32 or bfloat16'),
       'decay_exempt_tags': (lambda tags: not isinstance(tags, str), 'a tuple of tags'),
+      'base_width': (lambda width: width is None or width >= 1, '1 or more, or None for one learning rate'),
     }
     for field, (is_valid, constraint) in constraints.items():
       if hasattr(self, field) and not is_valid(getattr(self, field)):
@@ -90,10 +96,32 @@ class OptimizerSettings(Optimizer):
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction, for a tree of WeightSpec congruent to the weights."""
     transformations = self._direction(weight_specs)
+    if self.base_width is not None:
+      transformations[-1] = scale_directions(skippable(transformations[-1]), self._width_factors(weight_specs))
     if self.weight_decay:
       mask = decay_mask(weight_specs, self.decay_exempt_tags)
       transformations = [*transformations, optax.add_decayed_weights(self.weight_decay, mask)]
     return chain(*transformations)
+
+  def _width_factors(self, weight_specs: Any) -> Any:
+    """Returns the factors of directions by which their learning rates follow `base_width`."""
+    are_matrices(weight_specs, type(self).__name__)  # raises for a weight that does not declare its input dims
+
+    def factor(spec: WeightSpec) -> float:
+      num_inputs = layer_inputs(spec)
+      return self.base_width / num_inputs if num_inputs and self.base_width else 1.0
+
+    return jax.tree.map(factor, weight_specs)
+
+
+def scale_directions(transformation: SkippableTransformation, factors: Any) -> SkippableTransformation:
+  """Multiplies the directions of a transformation by a tree of numbers; its state stays the same."""
+
+  def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    directions, state = transformation.update(grads, state, weights, **extra_args)
+    return jax.tree.map(lambda d, factor: d if factor == 1 else factor * d, directions, factors), state
+
+  return SkippableTransformation(transformation.init, update)
 
 
 def decay_mask(weight_specs: Any, exempt_tags: Sequence[str]) -> Any:

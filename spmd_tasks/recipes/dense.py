@@ -20,6 +20,7 @@ from spmd_tasks.layers import (
 )
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.recipes.text_training import TextTraining
+from spmd_tasks.runtime import Task
 
 
 class DenseLanguageModel(TextTraining):
@@ -36,6 +37,9 @@ class DenseLanguageModel(TextTraining):
   num_logit_chunks: int | Literal['auto'] = 'auto'  # see LanguageModel
   scatters_gradients: bool = False  # see LanguageModel
   num_nextn_predict_layers: int = 0  # heads that predict further tokens, as DeepSeek-V3 has one
+  # muP, see mup.py: the width and (for CompleteP) the number of layers for which the learning rate is; None: off.
+  mup_base_width: int | None = None
+  mup_base_depth: int | None = None
 
   seq_len = 128
   learning_rate = 3e-3
@@ -91,6 +95,17 @@ class DenseLanguageModel(TextTraining):
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     """The training loss."""
     return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
+
+  def task(self) -> fdl.Config[Task]:
+    task = super().task()
+    if self.mup_base_width is None:
+      if self.mup_base_depth is not None:
+        raise UserError(f'mup_base_depth = {self.mup_base_depth} needs mup_base_width: set it.')
+      return task
+    from spmd_tasks.recipes.mup import with_mup  # a first step without it imports no experts
+
+    multiplier = 1.0 if self.mup_base_depth is None else self.mup_base_depth / self.num_layers
+    return with_mup(task, base_width=self.mup_base_width, residual_multiplier=multiplier)
 
   def tokenizer(self) -> fdl.Config:
     """Returns the tokenizer of all text: inputs, prompts and generated tokens. Its ids must be below `vocab_size`."""

@@ -193,6 +193,8 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     )
 
   def task(self) -> fdl.Config[Task]:
+    if self.mup_base_width is not None:
+      raise UserError(f'mup_base_width = {self.mup_base_width}: recipes of T5 have no muP: set None.')
     learner = fdl.Config(Learner, optimizer=self.optimizer())
     return fdl.Config(
       Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=self.decode_settings()

@@ -204,6 +204,9 @@ def _adamw(optimizer: AdamW, gradients: Any, state: Any, weights: Any, specs: An
 
   def direction(path, spec, m, v, weight):
     adam = (m / (1 - beta1**count)) / (np.sqrt(v / (1 - beta2**count)) + optimizer.epsilon)
+    if optimizer.base_width is not None and spec.num_input_dims and 'no_decay' not in spec.tags:
+      first = spec.stacked + ('expert' in spec.tags)
+      adam *= optimizer.base_width / math.prod(spec.shape[first : first + spec.num_input_dims])
     tags, is_vector = {*spec.tags} - {SPLIT_BY_DEFAULT}, len(spec.shape) - spec.num_separate_dims < 2
     if not tags and (is_vector or path[-1].key in ('bias', 'scale')):
       tags = {'no_decay'}

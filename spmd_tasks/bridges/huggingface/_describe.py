@@ -218,7 +218,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 _IRRELEVANT_SETTINGS = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
   *('gradient_keys', 'qk_clip'),
-  *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
+  *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init', 'softmax_init'),
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
   *('adapters', 'adapter'),  # not part of the base model
