@@ -60,9 +60,7 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
   """Returns the names in the `lazy_exports` of a package, sorted, or else the entries of its `__all__`."""
   for node in tree.body:
     if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_exports('):
-      call = node.items[0].context_expr
-      assert isinstance(call, ast.Call)
-      return tuple(sorted([*bound_names(node.body), *map(ast.literal_eval, call.args[1:])]))
+      return tuple(sorted(bound_names(node.body)))
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
       return tuple(ast.literal_eval(node.value))
   return ()

@@ -254,6 +254,13 @@ class Experiment(FrozenFields, abc.ABC):
     """Returns TrainHooks (programs/hooks.py), which run after the hooks of every job."""
     return ()
 
+  def sweep(self) -> Sequence[Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]:
+    """Returns the overrides of each job of a sweep, such as {'learning_rate': 0.01}, in a list or by name.
+
+    Keys and values are those of `--set`. In a list, jobs are named after the settings that differ.
+    """
+    return ()
+
   def tpu_options(self) -> Mapping[str, str]:
     """Returns options of the TPU compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}.
 

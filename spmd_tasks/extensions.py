@@ -41,6 +41,7 @@ class Flag:
   type: Callable[[str], Any] = str
   choices: tuple[str, ...] | None = None
   is_switch: bool = False  # takes no value, and is True if given
+  bare: Any = None  # the value of the flag if it is given without one, not a str; None: it needs a value
   repeats: bool = False  # may be repeated: its value is a list, to which `--NAME.KEY=VALUE` adds `KEY=VALUE`
   may_differ: bool = False  # between the processes of a job, such as an address
 

@@ -184,7 +184,8 @@ def _add_flag(group: Any, flag: Flag, text: str) -> None:
   elif flag.repeats:
     group.add_argument(f'--{flag.name}', metavar=flag.metavar, action='append', default=[], help=text)
   else:
-    group.add_argument(f'--{flag.name}', metavar=flag.metavar, type=flag.type, choices=flag.choices, help=text)
+    bare = {} if flag.bare is None else {'nargs': '?', 'const': flag.bare}
+    group.add_argument(f'--{flag.name}', metavar=flag.metavar, type=flag.type, choices=flag.choices, help=text, **bare)
 
 
 def _flags_of(modes: Sequence[Mode]) -> dict[str, dict[str, Flag]]:

@@ -78,7 +78,11 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
   """Runs one command; `called` is when `run` was called, None in a process that was started for the command."""
   from spmd_tasks.flags import all_modes, make_parser
 
-  args = make_parser(all_modes()).parse_args(argv)
+  return run_flags(make_parser(all_modes()).parse_args(argv), called=called)
+
+
+def run_flags(args: 'argparse.Namespace', *, called: float | None) -> int:
+  """Runs one command whose flags are parsed; returns the exit code."""
   try:
     with refuse_exit():
       if args.version:

@@ -21,7 +21,7 @@ PACKAGE = ROOT / 'spmd_tasks'
 # A part imports only parts from rows below its own. The extensions come first, then the core.
 ROWS = (
   ('verification',),
-  ('evaluation', 'planning', 'replay', 'serving', 'tuning'),
+  ('evaluation', 'planning', 'replay', 'serving', 'sweeps', 'tuning'),
   ('bridges',),
   ('adapters',),
   ('main',),

@@ -183,12 +183,8 @@ def resolve_changed(
     check: returns the values of overrides, or raises a UserError for one of them.
     code_directories: for the ResolvedConfig.
   """
-  split = [((cls._renamed.get(path[0], path[0]), *path[1:]), text) for path, text in map(split_override, overrides)]
-  for path, _ in split:
-    cls.refuse_removed(path[0], fields_of(config))
-  on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
-  on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
-  changes = check({path: parse_override(config, path, text) for path, text in on_experiment})
+  changes, on_parts = _own_changes(cls, config, overrides)
+  changes = check(changes)
   experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
@@ -211,6 +207,32 @@ def resolve_changed(
     overrides=dict(earlier) | set_now,
     code_directories=tuple(dict.fromkeys(code_directories)),
   )
+
+
+def resolve_experiment(
+  experiment: str | type[Experiment],
+  overrides: Sequence[str] = (),
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
+) -> Experiment:
+  """Returns an experiment with the overrides of its own fields, without its parts, which may ask JAX for its devices.
+
+  Arguments and errors are as in `resolve`.
+  """
+  registry.add_to_search_path(experiment_path)
+  cls = adapted(registry.get(experiment) if isinstance(experiment, str) else experiment, dict, None)
+  changes, _ = _own_changes(cls, fdl.Config(cls), overrides)
+  return build_experiment(cls, apply_changes(fdl.Config(cls), changes))
+
+
+def _own_changes(
+  cls: type[Experiment], config: fdl.Config, overrides: Sequence[str]
+) -> tuple[dict[ConfigPath, Any], list[tuple[ConfigPath, str]]]:
+  """Returns the values that overrides give to the experiment's own fields, and the overrides of its parts."""
+  split = [((cls._renamed.get(path[0], path[0]), *path[1:]), text) for path, text in map(split_override, overrides)]
+  for path, _ in split:
+    cls.refuse_removed(path[0], fields_of(config))
+  changes = {path: parse_override(config, path, text) for path, text in split if path[0] in fields_of(config)}
+  return changes, [(path, text) for path, text in split if path[0] not in fields_of(config)]
 
 
 def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:

@@ -24,7 +24,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import Extension, Flag, Mode
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.planning.plan import make_plan, plan_compiled
   from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target

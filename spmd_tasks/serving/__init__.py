@@ -18,8 +18,6 @@ Everything runs on the event loop's thread, except the engine, which has a threa
 
 from spmd_tasks.extensions import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Extension, Flag, Mode
 
-__all__ = ['EXTENSION']
-
 EXTENSION = Extension(
   name='serving',
   modes=(

@@ -16,7 +16,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import Extension, load
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.adapters import LowRankAdapter, add_adapters
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import (

@@ -14,7 +14,7 @@ may be. `_formula_runner.py` is a reference that shares no code with the train s
 from spmd_tasks.extensions import Extension, Flag, Mode
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.verification._cases import Bench
   from spmd_tasks.verification._settings import Setting, Source
 

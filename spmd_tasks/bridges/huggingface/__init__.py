@@ -24,7 +24,7 @@ Read `_families.py` first: it has one table per family. Then:
 from spmd_tasks.extensions import Extension, Format
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
   from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel

@@ -20,7 +20,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import ExperimentKind, Extension, Flag
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.bridges.pax._checkpoints import (
     checkpoint_format,
     open_pax_checkpoint,

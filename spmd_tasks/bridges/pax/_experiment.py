@@ -24,6 +24,7 @@ from spmd_tasks.bridges.pax._hooks import DecodeInTraining, PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
 from spmd_tasks.bridges.pax._support import check_datasets, method_errors, refuse_unsupported
+from spmd_tasks.bridges.pax._sweep import Settings, sweep_of, with_first_choices
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_spec, remove_split_dims
 from spmd_tasks.errors import UserError, own_code_errors
@@ -48,7 +49,9 @@ class PaxExperiment(Experiment):
   # checkpoint of `init_from_step`. The input starts anew, as in a restart of Paxml. To use only its variables, set
   # `init_from` instead.
   continue_from: str | None = None
-  _pax_class: ClassVar[Any] = None
+  _pax_class: ClassVar[Any] = None  # with the first choice of each tuned attribute
+  _pax_source: ClassVar[Any] = None  # as its author wrote it
+  _pax_choices: ClassVar[Sequence[Settings]] = ()  # of each job of a sweep
   _pax_settings: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self):
@@ -124,6 +127,10 @@ class PaxExperiment(Experiment):
     check_datasets(self._pax_class, f'{method}()', datasets)
     return datasets
 
+  def sweep(self) -> Sequence[Settings] | Mapping[str, Settings]:
+    """Returns the choices of tuned class attributes, and the sub-experiments."""
+    return sweep_of(_instantiate(self._pax_class), self._pax_source, self._pax_choices, _is_plain)
+
   def origin(self) -> Origin | None:
     """Returns what a new job is initialized from, such as a job of Paxml or the loading rules of the task."""
     if self.continue_from is not None and self.init_from is not None:
@@ -149,6 +156,8 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   """
   if missing := ', '.join(f'{name}()' for name in sorted(getattr(pax_class, '__abstractmethods__', ()))):
     raise UserError(f'{pax_class.__name__} does not define {missing}: define it, or name a subclass.')
+  source = pax_class
+  pax_class, choices = with_first_choices(source)
   task = _task_of(_instantiate(pax_class))
   settings = _plain_attributes(pax_class)
   # Overrides of an int may be a float. Other types are inferred from the value.
@@ -161,6 +170,8 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
     '__doc__': pax_class.__doc__ or f'{pax_class.__name__}, an experiment of Pax.',
     '__annotations__': annotations,
     '_pax_class': pax_class,
+    '_pax_source': source,
+    '_pax_choices': choices,
     '_pax_settings': tuple(settings),
   }
   return type(pax_class.__name__, (PaxExperiment,), namespace)

@@ -3,7 +3,7 @@
 These are the flags of paxml/main.py 1.4.0 and of the modules that it imports, including JAX, Fiddle and absl.
 """
 
-_TUNING = 'There is no tuning service: start a job for each setting, by `--set PATH=VALUE`.'
+_TUNING = 'There is no tuning service: `--sweep all` or `--sweep_index N` run the choices of `pg.oneof`.'
 _TF_DATA_SERVICE = 'There is no tf.data service: an input reads in the process that trains.'
 _STDERR = 'Messages are on stderr: leave it out.'
 _FIDDLE = 'Write `--exp NAME`, and `--set PATH=VALUE` for its fields.'

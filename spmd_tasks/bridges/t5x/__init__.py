@@ -15,7 +15,7 @@ from typing import Any
 from spmd_tasks.extensions import Extension, Flag, Format
 from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_exports(globals(), 'EXTENSION'):
+with lazy_exports(globals()):
   from spmd_tasks.bridges.t5x._files import open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, SeqIoPrompts, TfExampleInput
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
