@@ -33,6 +33,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer
+from spmd_tasks.inputs.base import batch_sizes
 from spmd_tasks.inputs.tokenizers import tokenizer_of
 from spmd_tasks.runtime import BaseTask, Origin, PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.origin import origin_named
@@ -395,4 +396,5 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
-  return dataclasses.replace(model, tpu_options=options) if (options := experiment.tpu_options()) else model
+  further_sizes = tuple(size for size in batch_sizes(job.train_input) if size != job.train_input.batch_size)
+  return dataclasses.replace(model, tpu_options=experiment.tpu_options() or None, batch_sizes=further_sizes)

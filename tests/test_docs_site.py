@@ -51,7 +51,8 @@ PACKAGES = [public for public in PUBLIC if public.name.rpartition('.')[2] not in
 
 
 def test_at_most_250_names_are_promised():
-  assert sum(len(public.names) for public in PACKAGES) <= 250
+  """A name that two packages export, such as Learner, counts once."""
+  assert len({name for public in PACKAGES for name in public.names}) <= 250
 
 
 @pytest.mark.parametrize('public', PACKAGES, ids=lambda public: public.name)

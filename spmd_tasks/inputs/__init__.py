@@ -8,14 +8,16 @@ batch depends only on the fields and the position, so the number of hosts may ch
 Start with base.py (the protocols and the arrays of a batch), then batches.py (a user's own data) or text_input.py
 (packed text). TextInput reads a source (text.py, records.py, foreign_files.py) through a tokenizer (tokenizers.py,
 tokenizer_files.py), assigns text to rows (row_order.py, epoch_rows.py) and packs it (packing.py). The others:
-synthetic.py (random tokens), mixture.py (rows from several inputs), span_corruption.py (T5's objective),
-chat_template.py (conversations as text), prefetch.py (reads batches ahead). Each module loads on first use.
+synthetic.py (random tokens), mixture.py (rows from several inputs), batch_ramp.py (batches of several sizes),
+span_corruption.py (T5's objective), chat_template.py (conversations as text), prefetch.py (reads batches ahead). Each
+module loads on first use.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
   from spmd_tasks.inputs.base import Batch, Input, InputIterator, State
+  from spmd_tasks.inputs.batch_ramp import BatchRamp
   from spmd_tasks.inputs.batches import Batches, as_input
   from spmd_tasks.inputs.chat_template import ChatTemplate
   from spmd_tasks.inputs.foreign_files import MegatronTokens, TarShards

@@ -139,6 +139,11 @@ def epochs_of(source: Any, state: State) -> float | None:
   return source.epochs(state) if hasattr(source, 'epochs') else None
 
 
+def batch_sizes(source: Any) -> tuple[int, ...]:
+  """Returns the batch sizes of an input, once each; () if `element_spec` has the only one."""
+  return getattr(source, 'batch_sizes', ())
+
+
 def reads_rows(iterator: InputIterator) -> bool:
   """Whether an iterator is a RowIterator whose `next_rows` may be called."""
   return getattr(iterator, 'reads_rows', False)
@@ -171,6 +176,8 @@ def check_state(state: State, expected: Mapping[str, Any], source: Any = None) -
         f'have changed. Restore them, {restart}'
       )
     if saved != value:
+      if name == 'batch_size':
+        restart = 'put it into a BatchRamp (docs/inputs.md), or start the input from its beginning.'
       raise UserError(
         f'the saved input state has {name} = {saved!r}, but this input has {name} = {value!r}, which gives other '
         f'batches. Restore with {name} = {saved!r}, {restart}'

@@ -399,8 +399,11 @@ class StepRates:
     """Starts to measure after `step`, one of the first, so that compilation is left out."""
     self._last = step, *self.goodput.loop_seconds()
 
-  def since_last(self, step: int) -> dict[str, float]:
-    """Returns steps, tokens or examples per second, waiting and MFU since the last call; {} without a step since."""
+  def since_last(self, step: int, batch_share: float = 1.0) -> dict[str, float]:
+    """Returns steps, tokens or examples per second, waiting and MFU since the last call; {} without a step since.
+
+    `batch_share` is the size of these steps' batches, relative to `units_per_step`.
+    """
     last_step, last_seconds, last_waited = self._last
     if step <= last_step:
       return {}
@@ -408,11 +411,11 @@ class StepRates:
     steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
     rates = {
       'steps_per_second': steps_per_second,
-      f'{self.unit}_per_second': steps_per_second * self.units_per_step,
+      f'{self.unit}_per_second': steps_per_second * self.units_per_step * batch_share,
       'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
     }
     if self.peak_steps_per_second is not None:
-      rates['mfu'] = steps_per_second / self.peak_steps_per_second
+      rates['mfu'] = steps_per_second * batch_share / self.peak_steps_per_second
     return rates
 
 
@@ -435,7 +438,9 @@ class LogMetrics(TrainHook):
     """Opens the metric files. All processes must call it."""
     self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
     run.stack.callback(self._writer.close)
-    unit, number = count_batch(run.model.input_layout.spec)
+    spec = run.model.input_layout.spec
+    unit, number = count_batch(spec)
+    self._batch_size = max(x.shape[0] for x in spec.values() if x.shape)
     is_cpu = jax.devices()[0].platform == 'cpu'
     peak = None if is_cpu else peak_steps_per_second(run.model)  # no CPU's peak is known
     self._rates = StepRates(unit=unit, units_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
@@ -472,7 +477,8 @@ class LogMetrics(TrainHook):
       'num_compilations': self._compilations.num_programs - self._num_programs,
     }
     progress = progress_of(run.job.train_input, run.loop.outcome_input_state)
-    return metrics | self._rates.since_last(outcome.step) | run.goodput.metrics() | progress | run.metrics | counts
+    rates = self._rates.since_last(outcome.step, progress.get('batch_size', self._batch_size) / self._batch_size)
+    return metrics | rates | run.goodput.metrics() | progress | run.metrics | counts
 
 
 def is_multiple(step: int, every_steps: int | None) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from spmd_tasks.experiment import Job, make_training_iterator
 from spmd_tasks.inputs import Batch, Input, InputIterator, Mixture, State
 from spmd_tasks.inputs.base import RowIterator, reads_rows, source_of_rows
+from spmd_tasks.inputs.batch_ramp import BatchRampIterator
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import decode_all
 
@@ -59,7 +60,7 @@ def _origins(source: Input, iterator: InputIterator, before: State, batch: Batch
   """Returns the origins in the data of each of this process's rows of an iterator's last batch."""
   if isinstance(source, Mixture):
     return _origins_in_mixture(source, before, batch)
-  if isinstance(iterator, TextIterator) and (origins := iterator.origins()) is not None:
+  if isinstance(iterator, TextIterator | BatchRampIterator) and (origins := iterator.origins()) is not None:
     return origins
   after = iterator.get_state()
   numbers = {

@@ -1,6 +1,6 @@
 """Compiles steps once (CompiledStep), and counts XLA compilations (CompilationCounter)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
 import time
@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 
 from spmd_tasks.activity import doing
-from spmd_tasks.errors import own_code_errors
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 from spmd_tasks.runtime.tpu_options import invalid_option_error, tpu_options
 
@@ -107,6 +107,50 @@ class CompiledStep:
 
   def __call__(self, *arguments: Any) -> Any:
     return (self._compiled or self.compile())(*arguments)
+
+
+class StepOfSizes(CompiledStep):
+  """A step for batches of several sizes. Its programs are compiled together, so that no later step waits for one.
+
+  Inspection and planning see the first step's program and layout.
+  """
+
+  def __init__(self, steps: Sequence[CompiledStep]):
+    """Takes one step per batch size. Raises a UserError if two sizes have the same size on the mesh."""
+    super().__init__(steps[0]._jitted, steps[0]._abstract_arguments, steps[0].layout)
+    self._steps: dict[int, CompiledStep] = {}  # by the number of rows on the mesh, zero rows included
+    self._by_local_size: dict[int, CompiledStep] = {}
+    for step in steps:
+      name = next(name for name, x in step.layout.spec.items() if x.shape)
+      size, padded_size = step.layout.spec[name].shape[0], step.layout.padded[name].shape[0]
+      if (other := self._steps.setdefault(padded_size, step)) is not step:
+        raise UserError(
+          f'the batch sizes {other.layout.spec[name].shape[0]} and {size} both take {padded_size} rows on the devices: '
+          'choose multiples of the number of devices, or one of the two.'
+        )
+      self._by_local_size[size // jax.process_count()] = step
+    self.place = self._place
+
+  def _place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    num_rows = next((len(rows) for rows in batch.values() if getattr(rows, 'ndim', 0)), 0)
+    step = self._by_local_size.get(num_rows)
+    if step is None:
+      raise UserError(f'a batch has {num_rows} rows on this process; the sizes are {[*self._by_local_size]}.')
+    return step.place(batch)
+
+  def trace(self) -> None:
+    for step in self._steps.values():
+      step.trace()
+    self.trace_seconds = sum(step.trace_seconds for step in self._steps.values())
+
+  def _compile(self) -> None:
+    for step in self._steps.values():
+      self._compiled = step.compile()
+    self.compile_seconds = sum(step.compile_seconds for step in self._steps.values())
+
+  def __call__(self, *arguments: Any) -> Any:
+    batch = arguments[1]
+    return self._steps[next(x.shape[0] for x in batch.values() if x.ndim)](*arguments)
 
 
 Step = TypeVar('Step', bound=CompiledStep)

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
-from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
+from spmd_tasks.runtime.compilation import CompiledStep, StepOfSizes, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
@@ -68,6 +68,7 @@ class PartitionedModel:
     input_layout: how the training batch is placed on the mesh.
     keeps_examples: whether the metrics of train steps include the loss's per-example outputs (StepOutputs).
     tpu_options: options of the TPU compiler for `train_step`, from the Experiment.
+    batch_sizes: further batch sizes of the training input, for which `train_step` has programs too.
   """
 
   task: BaseTask
@@ -83,6 +84,7 @@ class PartitionedModel:
   _init_variables: Callable[[jax.Array], Variables]
   keeps_examples: bool = False
   tpu_options: Mapping[str, str] | None = None
+  batch_sizes: tuple[int, ...] = ()
 
   @functools.cached_property
   def total_num_params(self) -> int:
@@ -145,8 +147,18 @@ class PartitionedModel:
   @functools.cached_property
   def train_step(self) -> CompiledStep:
     """The step `(padded state, placed batch) -> (padded state, replicated float32 metrics)`. It donates the state."""
-    layout = self.input_layout
+    step = self._train_step(self.input_layout)
+    if not self.batch_sizes:
+      return step
+    return StepOfSizes([step, *(self._train_step(self._layout_of_size(size)) for size in self.batch_sizes)])
 
+  def _layout_of_size(self, batch_size: int) -> InputLayout:
+    """Returns the layout of batches with another number of rows."""
+    spec = self.input_layout.spec
+    spec = {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in spec.items()}
+    return make_input_layout(spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
+
+  def _train_step(self, layout: InputLayout) -> CompiledStep:
     def train_step(padded_state, padded_batch):
       with self.scope():
         on_device = _in_memory(padded_state, self.padded_state, jax.memory.Space.Device)

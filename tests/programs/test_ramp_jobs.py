@@ -1,0 +1,72 @@
+"""A job whose batch size changes: its programs are compiled first, and it resumes, and gets its ramp, exactly."""
+
+import shutil
+
+import fiddle as fdl
+import numpy as np
+
+from spmd_tasks import exit_codes
+from spmd_tasks.inputs import BatchRamp
+from spmd_tasks.recipes import SyntheticLanguageModel
+from tests import binary
+from tests.programs.small_jobs import Small
+from tests.programs.small_runs import train
+
+METRICS = 'loss', 'grad_norm', 'weight_norm', 'batch_size'
+
+
+class Ramped(Small):
+  """Small without dropout. Without a learning rate, the loss of a batch is the mean over its rows of one function."""
+
+  num_train_steps = 5
+  checkpoint_every = 3
+  learning_rate: float = 0.0
+  has_ramp: bool = True
+
+  def task(self):
+    task = super().task()
+    task.learner.optimizer.learning_rate = self.learning_rate
+    task.model.stack.block.dropout_rate = 0.0
+    return task
+
+  def train_input(self):
+    source = SyntheticLanguageModel.train_input(self)
+    return fdl.Config(BatchRamp, source=source, sizes=((0, 8), (3, 24))) if self.has_ramp else source
+
+  def eval_inputs(self):
+    return {}
+
+
+def run(directory, *flags):
+  assert train(directory, *flags, exp=f'{__name__}.Ramped') == exit_codes.OK
+
+
+def losses(directory):
+  return list(binary.column(directory, 'loss').values())
+
+
+def test_a_larger_batch_has_the_rows_of_the_next_batches(tmp_path):
+  plain, ramped = tmp_path / 'plain', tmp_path / 'ramped'
+  run(plain, '--num_train_steps', 3, '--set', 'has_ramp=false')
+  shutil.copytree(plain, tmp_path / 'again')
+  run(plain, '--num_train_steps', 9, '--set', 'has_ramp=false')
+  run(ramped)
+  small = losses(plain)
+  expected = [*small[:3], np.mean(small[3:6]), np.mean(small[6:9])]
+  np.testing.assert_allclose(losses(ramped), expected, rtol=1e-6)
+  assert list(binary.column(ramped, 'batch_size').values()) == [8, 8, 8, 24, 24]
+  assert set(binary.column(ramped, 'num_compilations').values()) == {0}
+
+  # A plain job of three steps goes on with larger batches.
+  sizes = 'train_input.sizes=[[0, 24]]'
+  run(tmp_path / 'again', '--set', sizes, '--accept_config_changes')
+  assert losses(tmp_path / 'again') == losses(ramped)
+
+
+def test_a_restart_within_a_ramp_changes_nothing(tmp_path):
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  run(whole, '--set', 'learning_rate=0.01')
+  for num_steps in (4, 5):
+    run(parts, '--set', 'learning_rate=0.01', '--num_train_steps', num_steps)
+  for name in ('loss', 'grad_norm', 'weight_norm', 'batch_size'):
+    assert binary.column(parts, name) == binary.column(whole, name)
