@@ -13,7 +13,7 @@ import fiddle as fdl
 from spmd_tasks import inputs, learning, register
 from spmd_tasks.layers import GatedFeedForward, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Rotary
-from spmd_tasks.recipes import DenseLanguageModel
+from spmd_tasks.recipes import DenseLanguageModel, HybridLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 
 
@@ -63,6 +63,11 @@ class MuonTiny(StdlibTiny):
   def optimizer(self) -> fdl.Config:
     adam = super().optimizer()
     return fdl.Config(learning.Muon, learning_rate=adam.learning_rate, weight_decay=adam.weight_decay, adam_scale=0.3)
+
+
+@register
+class HybridTiny(HybridLanguageModel, StdlibTiny):
+  """lm.StdlibTiny with a GatedDeltaNet in three of four layers."""
 
 
 @register

@@ -3,7 +3,8 @@
 A cache is a tree of arrays (kv_cache.py). Most are pools of blocks of b positions, [..., N, G, b, K]: a table lists the
 blocks of each row, and position p is entry p mod b of block p / b. An encoder's text, and the ring of a layer whose
 attention window S is shorter than the texts, have one place per slot, [..., N, G, S, K]; position p of a ring is entry
-p mod S. Without tables, all arrays have one place per slot.
+p mod S. So has the state of a layer that is not attention, whose last three dims are the layer's own. Without tables,
+all arrays have one place per slot.
 
 Shapes: N slots or blocks, P rows, T tokens of each, S positions of a slot, b of a block, G key/value heads, K head dim,
 D parts into which a mesh splits slots and blocks; `...` counts layers.
@@ -20,17 +21,23 @@ EXPERT_IDS = 'cached_expert_ids'  # which experts computed each token, if that i
 # Prefixes, after `cached_`, and the suffix of the names of arrays:
 ENCODED = 'encoded_'  # an encoder's text: a request's first call writes it, all later calls read it
 RING = 'ring_'  # a layer whose window is shorter than the texts
+STATE = 'state_'  # a layer's state after a text's tokens, which every call replaces
 SCALE = '_scale'  # the scales of a quantized array
 
 
 def is_by_slot(name: str) -> bool:
   """Returns whether the array of this name has one place of fixed size per slot, and no blocks."""
-  return name.startswith((f'cached_{ENCODED}', f'cached_{RING}'))
+  return name.startswith((f'cached_{ENCODED}', f'cached_{RING}', f'cached_{STATE}'))
 
 
 def is_encoded(path: Any) -> bool:
   """Returns whether the array at this path of a cache is an encoder's text, which no new token changes."""
   return _name(path).startswith('cached_' + ENCODED)
+
+
+def is_state(path: Any) -> bool:
+  """Returns whether the array at this path of a cache is a layer's state, which every call replaces."""
+  return _name(path).startswith('cached_' + STATE)
 
 
 def has_blocks(path: Any) -> bool:
@@ -133,7 +140,7 @@ def write_tokens(
   Args:
     cache: arrays [..., N, G, S, K], or with `tables` [..., N, G, b, K] if they have blocks.
     new: arrays [..., P, G, R, K] with all T tokens of each row, or with the last R >= S of them if S < T. Arrays of an
-      encoder's text replace the slot's; if they are missing, the slot keeps its own.
+      encoder's text replace the slot's; if they are missing, the slot keeps its own. States replace the slot's too.
     starts: int32 [P], position of each row's first token.
     lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
     slots: int32 [P], all different, the slot of each row; rows with numbers from N on are not written. None writes row
@@ -150,6 +157,8 @@ def write_tokens(
     slot_dim = array.ndim - 4
     if is_encoded(path):
       return _put_slots(array, tokens.astype(array.dtype), slots)
+    if is_state(path):
+      return _put_slots(array, tokens.astype(array.dtype), _slots_with_tokens(slots, lengths, array.shape[slot_dim]))
     if tables is not None and has_blocks(path):
       blocks = tables
     elif slots is None:  # a slot is a block, and a part of its own
@@ -165,6 +174,12 @@ def _put_slots(array: jax.Array, new: jax.Array, slots: jax.Array | None) -> jax
   if slots is None:
     return new
   return array.at[(slice(None),) * (array.ndim - 4) + (slots,)].set(new, mode='drop', unique_indices=True)
+
+
+def _slots_with_tokens(slots: jax.Array | None, lengths: jax.Array, num_slots: int) -> jax.Array:
+  """Returns the slot of each row; for rows without tokens, different numbers from N on."""
+  rows = jnp.arange(len(lengths), dtype=jnp.int32)
+  return jnp.where(lengths > 0, rows if slots is None else slots, num_slots + rows)
 
 
 def _scatter(

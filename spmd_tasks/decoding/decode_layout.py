@@ -19,7 +19,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.decoding.cache_arrays import has_blocks
+from spmd_tasks.decoding.cache_arrays import has_blocks, is_state
 from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_state import empty_state
 from spmd_tasks.decoding.weight_storage import free_bytes, local_bytes
@@ -44,8 +44,8 @@ class DecodeLayout:
     block_tokens, table_len: b and M.
     num_blocks, num_parts: B and D.
     slots_per_part, blocks_per_part: N / D, rounded up, and B / D.
-    can_reuse: whether prompts that begin alike can share blocks; False if a layer's cache is a ring, or if a token sees
-      more than the tokens before it, as in encoder-decoders.
+    can_reuse: whether prompts that begin alike can share blocks; False if a layer's cache is a ring or a state, or if a
+      token sees more than the tokens before it, as in encoder-decoders.
     reads_cache: whether first chunks are read by the same program as later ones, with tables.
     abstract_state: the DecodeState with true shapes.
     padded_state: the DecodeState as it is stored, with padded shapes and shardings.
@@ -86,6 +86,13 @@ class DecodeLayout:
       self._check_draft(target)
       self.blocks_per_part = target.blocks_per_part
     self.num_blocks = self.num_parts * self.blocks_per_part
+    states = [path for path, _ in jax.tree_util.tree_flatten_with_path(cache)[0] if is_state(path)]
+    if settings.num_drafts and states:
+      layer = '/'.join(str(key.key) for key in states[0][:-1])
+      raise UserError(
+        f'num_drafts={settings.num_drafts}: {layer} has a state per text, which cannot take back the tokens of wrong '
+        'drafts: set task.decode.num_drafts=0.'
+      )
     if settings.num_drafts and not all(is_pool):
       by_slot = [leaf for leaf, pooled in zip(jax.tree.leaves(cache), is_pool, strict=True) if not pooled]
       rings = [] if model.encoder_len else [leaf.shape[-2] for leaf in by_slot]
@@ -136,7 +143,9 @@ class DecodeLayout:
   def _check_draft(self, target: 'DecodeLayout') -> None:
     """Raises a UserError if this model cannot draft for the model that has the layout `target`."""
     if not self.can_reuse:
-      raise UserError('a draft model has no attention windows, prefixes or encoder: leave draft_model out.')
+      raise UserError(
+        'a draft model has no attention windows, recurrent layers, prefixes or encoder: leave draft_model out.'
+      )
     if self.num_parts != target.num_parts:
       raise UserError(
         f'draft_model: the mesh splits its cache into {self.num_parts} parts, and the cache of the model that checks '

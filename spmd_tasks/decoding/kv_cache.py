@@ -13,6 +13,9 @@ S = the window, and wraps around as a ring buffer. In both cases the batch's `se
 position an entry holds, and entries of an earlier sequence are not read. Each row holds one sequence; rows at different
 positions share one step.
 
+Other layers may have a state of fixed size per text (`read_state`, `write_state`), which is in `new_cache` as it is
+after the call's tokens.
+
 Arrays are [B, G, S, K], in stacks of layers [L, B, G, S, K], which every layer gets whole: it reads blocks of its own
 entries (`CachedArray`). With entries before heads, each step would transpose the whole cache for the matmuls.
 
@@ -27,7 +30,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.cache_arrays import ENCODED, EXPERT_IDS, RING, SCALE, CachedArray, is_by_slot, quantize
+from spmd_tasks.decoding.cache_arrays import (
+  ENCODED,
+  EXPERT_IDS,
+  RING,
+  SCALE,
+  STATE,
+  CachedArray,
+  is_by_slot,
+  quantize,
+)
 from spmd_tasks.decoding.cached_attention import EarlierTokens
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.layers.base import CACHE, NEW_CACHE
@@ -97,6 +109,24 @@ class KvCache:
           kv_split_dims=split_dims,
         )
     return None
+
+  def read_state(self, module: nn.Module, segment_pos: jax.Array) -> Mapping[str, jax.Array]:
+    assert self.drafts is None, 'DecodeLayout refuses drafts of models with states'
+    names = [name for name in module.variables.get(CACHE, {}) if name.startswith(f'cached_{STATE}')]
+    has_earlier = (segment_pos[:, :1] > 0)[:, :, None, None]
+    state = {}
+    for name in names:
+      array = self._read(module, name.removeprefix('cached_'), len(segment_pos))
+      stored = array.stored_entries(0, array.num_entries)
+      state[name.removeprefix(f'cached_{STATE}')] = jnp.where(has_earlier, stored, jnp.zeros((), stored.dtype))
+    return state
+
+  def write_state(
+    self, module: nn.Module, arrays: Mapping[str, jax.Array], split_dims: Mapping[str, SplitDims]
+  ) -> None:
+    for name, x in arrays.items():
+      box = WeightBox(value=x, split_dims=tuple(split_dims[name] or (None,) * 4), tags=(), stacked=0)
+      module.put_variable(NEW_CACHE, f'cached_{STATE}{name}', box)
 
   def write_encoded(
     self, module: nn.Module, key: jax.Array, value: jax.Array, segment_ids: jax.Array, split_dims: SplitDims

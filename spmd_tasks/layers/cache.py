@@ -1,9 +1,17 @@
 """KvCache: what layers may ask of the KV cache while a model generates text. decoding/kv_cache.py implements it.
 
+Attention stores keys and values of every token:
+
     if (cache := current_layer_scope().cache) is not None:
       earlier = cache.update(self, {'key': key, 'value': value}, split_dims)
       if earlier is not None:
         return earlier.attend(query, key, value, segment_ids, segment_pos, options)
+
+Any other layer that reads earlier tokens has a state, arrays of fixed size per text:
+
+    earlier = cache.read_state(self, segment_pos)               # {} in a text's first call
+    y, state = advance(x, earlier.get('state', zeros))
+    cache.write_state(self, {'state': state}, {'state': split_dims})
 
 Where entries are stored, in which dtype, and how they are read is the implementation's business.
 
@@ -79,6 +87,29 @@ class KvCache(Protocol):
       split_dims: of the arrays.
       segment_ids: int32 [B, T], 0 for padding; None: no padding.
       window: how many tokens a token sees; None: all. Older ones need not be stored.
+    """
+    ...
+
+  def read_state(self, module: nn.Module, segment_pos: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns the arrays that `write_state` of the layer's last call for each text has stored, by name.
+
+    Returns {} if no row has earlier tokens, and zeros for rows that have none: a state of zeros is that of no tokens.
+
+    Args:
+      module: the layer that calls.
+      segment_pos: int32 [B, T], consecutive positions in the text; 0 in the first column if no tokens precede the row.
+    """
+    ...
+
+  def write_state(
+    self, module: nn.Module, arrays: Mapping[str, jax.Array], split_dims: Mapping[str, SplitDims]
+  ) -> None:
+    """Stores the state of each row's text after this call's tokens, in place of the one before.
+
+    Args:
+      module: the layer that calls.
+      arrays: [B, ., ., .] by name, of any dtype. Padding, segment 0, must not have changed them.
+      split_dims: of each array.
     """
     ...
 

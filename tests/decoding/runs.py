@@ -18,6 +18,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
 from tests.runtime.family_experiments import Families
+from tests.runtime.hybrid_experiments import Hybrid
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis
 
@@ -86,6 +87,8 @@ MESHES = {
   'layers 2 x data 2': (Staged, (1, 2, 2, 1)),
   'latent attention, then windows and experts, on data 2 x mdl 4': (Families, (1, 1, 2, 4)),
   'latent attention, then windows and experts': (Families, (1, 1, 1, 1)),
+  'recurrent layers': (Hybrid, (1, 1, 1)),
+  'recurrent layers on data 2 x mdl 4': (Hybrid, (1, 2, 4)),
   '2 heads': (TwoHeads, (1, 1, 1)),
   '2 heads on data 2 x mdl 4': (TwoHeads, (1, 2, 4)),
 }

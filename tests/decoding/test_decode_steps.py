@@ -45,7 +45,7 @@ def make_requests(**fields) -> list[Request]:
 @pytest.mark.parametrize('name', ALL_MESHES)
 def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
   run = make_run(name)
-  assert run.steps.layout.can_reuse == ('windows' not in name)
+  assert run.steps.layout.can_reuse == ('windows' not in name and 'recurrent' not in name)
   requests = make_requests(score_prompt=run.scores_prompts)
   with CompilationCounter() as compilations:
     together = run.generate(requests)
@@ -135,7 +135,7 @@ def test_a_sample_is_of_weights_prompt_and_seed():
 
 # On a mesh the jobs of tests/tuning sample by it, of whose tokens the trainer computes the same log-probabilities.
 @pytest.mark.parametrize(
-  'name', ['windows', *(pytest.param(f'data 2 x {each}', marks=exhaustive) for each in ('mdl 4', 'expert 4'))]
+  'name', ['windows', 'recurrent layers', *(pytest.param(f'data 2 x {each}', marks=exhaustive) for each in ('mdl 4', 'expert 4'))]
 )
 def test_samples_by_one_program_are_those_of_the_engine(name):
   run = make_run(name)

@@ -254,3 +254,8 @@ def test_windows_shorter_than_drafts_are_refused():
     steps_of('windows', num_drafts=3)
   with pytest.raises(ValueError, match='a draft model has no attention windows'):
     steps_of('windows', 0, num_drafts=2)
+
+
+def test_states_that_cannot_take_back_drafts_are_refused():
+  with pytest.raises(ValueError, match='num_drafts=2: stack/layers/block_0/attention has a state per text'):
+    steps_of('recurrent layers', num_drafts=2)

@@ -115,6 +115,9 @@ def attention(
         probabilities = np.exp(np.array([*logits, *sink]) - logits.max())
         probabilities = probabilities[: len(logits)] / probabilities.sum()
         attended = sum(p * value[s, kv_head] for p, s in zip(probabilities, visible, strict=True))
+        if 'gate' in weights:
+          bias = weights['gate'].get('bias', np.zeros((num_heads, head_dim)))[head]
+          attended = attended / (1 + np.exp(-x[row, t] @ weights['gate']['kernel'][:, head] - bias))
         result[row, t] += attended @ kernels['out'][head]
       result[row, t] += biases['out']
   return result

@@ -2,9 +2,10 @@
 
 Models train for 12 steps in float32. None of their dims is divisible by an axis of 4 (width 30, 3 heads, 90 or 45
 hidden units, vocabulary 257 or 67, 6 experts, 6 layers in a pipeline). There are dense models, long sequences over a
-context axis, mixtures of experts with all dispatches and forms, pipelines with all schedules, encoder-decoders and
-prefix models (relative biases, cross-attention, dropout, losses that are sums), and blocks of published families. Rows
-pair a mesh with settings that do not depend on it; `--all` has more pairs, and scripts/number_campaign random ones.
+context axis, mixtures of experts with all dispatches and forms, recurrent layers, pipelines with all schedules,
+encoder-decoders and prefix models (relative biases, cross-attention, dropout, losses that are sums), and blocks of
+published families. Rows pair a mesh with settings that do not depend on it; `--all` has more pairs, and
+scripts/number_campaign random ones.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from spmd_tasks.experiments import t5
 from spmd_tasks.recipes import MoeEncoderDecoderLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 from tests.runtime.family_experiments import Families
+from tests.runtime.hybrid_experiments import Hybrid, HybridContext, HybridExperts, HybridPipelined
 from tests.runtime.loss_curves import assert_same_run, make_model, random_weights, reference, runner, table
 from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
@@ -69,6 +71,8 @@ BASES = {
   PipelinedAdamW: (AdamW, SIX),
   PipelinedAdafactor: (Adafactor, ()),
   PipelinedExperts: (AlongData, SIX),
+  HybridContext: (Hybrid, ()),
+  HybridPipelined: (Hybrid, ('num_layers=6',)),
 }
 
 BLOCK = 'task.model.stack.block'
@@ -108,6 +112,7 @@ CASES = [
   ),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
+  ('recurrent layers, data 2 x mdl 4, 2 microbatches, full remat', Hybrid, (1, 2, 4), (TWO, *REMAT), ()),
 ]
 # Tests that run by default compare these features on a mesh too: tests/learning/test_muon.py (Muon),
 # tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts),
@@ -135,6 +140,11 @@ ONE_BY_ONE = [
   ('a head, one forward, one backward', PipelinedAdamW, (1, 2, 2, 2), (*ONE_F_ONE_B, *HEAD), HEAD),
   ('experts by gather, stage 4', PipelinedExperts, (1, 4, 2, 1, 1), (*ONE_F_ONE_B, *BY_GATHER), BY_GATHER),
   ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
+  ('recurrent layers, context 2 x mdl 2, unrolled', HybridContext, (1, 1, 2, 2), UNROLLED, ()),
+  ('recurrent layers, stage 2 x mdl 2', HybridPipelined, (1, 2, 1, 2), (), ()),
+  ('recurrent layers, circular', HybridPipelined, (1, 2, 2, 1), (*CIRCULAR, 'num_layers=4'), ('num_layers=4',)),
+  ('recurrent layers, one forward, one backward', HybridPipelined, (1, 2, 1, 2), ONE_F_ONE_B, ()),
+  ('recurrent layers and experts, data 4 x mdl 2', HybridExperts, (1, 4, 2), (), ()),
   # Takes a minute to compile; the families' layers have tests of their own that run by default.
   ('families, stage 2 x data 2 x mdl 2', Families, (1, 2, 2, 2), (), ()),
 ]

@@ -33,8 +33,9 @@ class Attention(WithSublayers, kw_only=True):
   """Attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
-  also `query_norm` and `key_norm` (each under `.../scale`), with `sinks` also `sinks` [H], with `position_bias` also
-  `position_bias/table`. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the dtype.
+  also `query_norm` and `key_norm` (each under `.../scale`), with `sinks` also `sinks` [H], with `output_gate` also
+  `gate/kernel` [D, H, K], with `position_bias` also `position_bias/table`. Query head h reads key/value head
+  h // (H // G). The softmax is float32 whatever the dtype.
   During generation, keys and values are cached (layers/cache.py).
 
   Fields:
@@ -63,6 +64,7 @@ class Attention(WithSublayers, kw_only=True):
     logit_cap: caps the attention logits softly, see `soft_cap`; None: no cap.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
+    output_gate: whether each head's output is multiplied by sigmoid(x . gate) (Qwen3-Next; Qiu et al., 2025).
     qk_clip: after a step in which a head's largest logit exceeded this bound, its query and key kernels are scaled so
       that the logit would equal the bound (Kimi K2; 100 there); see _qk_clip.py. Needs the optimizer MuonClip. None:
       off.
@@ -80,11 +82,11 @@ class Attention(WithSublayers, kw_only=True):
     gradient_keys: 'splash' computes all gradients in one kernel, for this many keys at a time if they divide T: five
       products of scores instead of seven, but T / gradient_keys partial gradients of the queries in memory. Useful from
       about 64k tokens on; 2048 fits a TPU's usual 16 MiB of vector memory. None: two kernels.
-    query_split_dims, kv_split_dims, out_split_dims: of the kernels.
+    query_split_dims, kv_split_dims, out_split_dims: of the kernels; `gate` has those of `query`.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
     activation_split_dims: of the output.
-    adapters: adapters of `query`, `key`, `value` and `out`.
+    adapters: adapters of `query`, `key`, `value`, `gate` and `out`.
   """
 
   num_heads: int
@@ -105,6 +107,7 @@ class Attention(WithSublayers, kw_only=True):
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
+  output_gate: bool = False
   qk_clip: float | None = None
   even_padding: bool = False
   dropout_rate: float = 0.0
@@ -127,7 +130,8 @@ class Attention(WithSublayers, kw_only=True):
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
     """Returns the projections that can have adapters; see layers/adapter.py."""
-    return kernels('query', 'key', *([] if layer.values_from_keys else ['value']), 'out')
+    optional = {'value': not layer.values_from_keys, 'gate': layer.output_gate}
+    return kernels('query', 'key', *(name for name, is_used in optional.items() if is_used), 'out')
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
@@ -291,6 +295,9 @@ class Attention(WithSublayers, kw_only=True):
         implementation=self.implementation,
         split_dims=layout,
       )
+    if self.output_gate:
+      gate = project(self, 'gate', x, heads, self.query_split_dims, layout, scale=self.init_scale)
+      attended = attended * jax.nn.sigmoid(gate)
     splits, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', attended, x.shape[-1], *splits, scale=scale, use_bias=self.out_bias, num_input_dims=2)
 

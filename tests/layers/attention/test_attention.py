@@ -34,6 +34,7 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
     {**GROUPED, 'qk_norm': True, 'norms_rotated': True, 'chunk': 2},
     {**GROUPED, 'qk_norm': True, 'values_from_keys': True, 'value_norm': RmsNorm(use_scale=False), 'use_bias': True},
+    {**GROUPED, 'output_gate': True, 'use_bias': True, 'qk_norm': True},
     {**GROUPED, 'qk_norm': RmsNorm(use_scale=False), 'temperature': Temperature(scale=2.0, length=2, offset=1)},
   ],
   ids=[
@@ -48,6 +49,7 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     'partial scaled rotation',
     'norm after the rotation, chunks',
     'values from keys',
+    'gated output',
     'norm without a scale, temperature',
   ],
 )

@@ -1,0 +1,223 @@
+"""GatedDeltaNet: a recurrent layer that takes the place of attention, with a matrix per head in place of a KV cache.
+
+    block = TransformerBlock(attention=GatedDeltaNet(num_heads=32, key_head_dim=128, value_head_dim=128), ...)
+
+Yang et al. (2024, arXiv 2412.06464), as Qwen3-Next, Qwen 3.5 and OLMo Hybrid have it.
+
+Shapes: B batch, T sequence, D model, H heads of values, G heads of queries and keys, K and V features of a head's key
+and value, W taps of the convolution.
+"""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME
+from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
+from spmd_tasks.layers.base import FanInNormal, WithSublayers, current_layer_scope, declare_weight
+from spmd_tasks.layers.linear import kernels, project
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.recurrent.delta_rule import delta_rule
+from spmd_tasks.layers.recurrent.short_convolution import convolve, document_numbers, last_tokens
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import axes_of
+
+_INITIAL_RATES = 0.01, 16.0  # uniform between these, as in transformers
+_INITIAL_STEPS = 0.001, 0.1  # log-uniform between these, as in Mamba 2
+_EPSILON = 1e-6  # added to the squared lengths of queries and keys
+
+
+class GatedDeltaNet(WithSublayers, kw_only=True):
+  """A gated delta rule (delta_rule.py) over convolved queries, keys and values; has the call signature of `Attention`.
+
+      q, k, v = silu(convolve(x . kernel))           q, k normalized to length 1
+      b = sigmoid(x . strength)                      log a = -exp(log_rate) * softplus(x . step + step_bias)
+      y = (out_norm(delta_rule(q / sqrt(K), k, v, a, b)) * silu(x . gate)) . out
+
+  Weights: `query` and `key` [D, G, K], `value` and `gate` [D, H, V], `strength` and `step` [D, H], `out` [H, V, D]
+  (each under `.../kernel`), `query_taps` and `key_taps` [W, G, K], `value_taps` [W, H, V], `log_rate` and `step_bias`
+  [H], `out_norm/scale` [V]. Head h reads query and key head h // (H / G).
+
+  The state, and what the recurrence computes, are float32. A document of a packed row starts from no state, and its
+  convolution does not see earlier documents. Padding, segment 0, changes no state. During generation, a slot has the
+  state [H, K, V] and the last W - 1 tokens of each convolution.
+
+  Fields:
+    num_heads: H.
+    num_key_heads: G, a divisor of H; None means H.
+    key_head_dim, value_head_dim: K and V.
+    conv_size: W.
+    use_bias: whether the projections have a bias.
+    max_strength: factor of b: above 1, a token may reverse what the state has for its key (OLMo Hybrid has 2).
+    out_norm: template of the norm of each head's output.
+    chunk: how many tokens the recurrence computes at once in training, a power of two.
+    dtype: of the projections, the convolution and the output.
+    init_scale, out_init_scale: FanInNormal's scale for the input projections and for the output projection.
+    key_split_dims: of `query` and `key`, and without the first of their taps.
+    value_split_dims: of `value` and `gate`; without the last of `strength` and `step`, without the first of the taps.
+    out_split_dims: of `out`.
+    key_activation_split_dims: of queries and keys [B, T, G, K].
+    value_activation_split_dims: of values [B, T, H, V]. The recurrence gathers the tokens of a row that devices split.
+    activation_split_dims: of the output.
+    adapters: adapters of `query`, `key`, `value`, `gate`, `strength`, `step` and `out`.
+  """
+
+  num_heads: int
+  num_key_heads: int | None = None
+  key_head_dim: int
+  value_head_dim: int
+  conv_size: int = 4
+  use_bias: bool = False
+  max_strength: float = 1.0
+  out_norm: RmsNorm = RmsNorm()
+  chunk: int = 64
+  dtype: Any = 'float32'
+  init_scale: float = 1.0
+  out_init_scale: float = 1.0
+  key_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
+  value_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
+  out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
+  key_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
+  value_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+  adapters: tuple[Any, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see layers/adapter.py."""
+    del layer
+    return kernels('query', 'key', 'value', 'gate', 'strength', 'step', 'out')
+
+  def __post_init__(self):
+    if self.num_heads < 1 or self._num_key_heads < 1 or self.num_heads % self._num_key_heads:
+      raise UserError(
+        f'num_heads={self.num_heads} is not divisible by num_key_heads={self.num_key_heads}: choose a divisor.'
+      )
+    if self.conv_size < 2:
+      raise UserError(f'conv_size={self.conv_size} must be at least 2, the token itself and the one before it.')
+    if self.chunk < 1 or self.chunk & (self.chunk - 1):
+      raise UserError(f'chunk={self.chunk} must be a power of two, such as 64.')
+    super().__post_init__()
+
+  @property
+  def _num_key_heads(self) -> int:
+    return self.num_heads if self.num_key_heads is None else self.num_key_heads
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> jax.Array:
+    """Returns [B, T, D] for x [B, T, D]; segment_ids (or None) and segment_pos, which generation needs, are [B, T]."""
+    del train
+    scope = current_layer_scope()
+    if scope.balanced_tokens:
+      raise UserError(
+        'balances_tokens=True of the LanguageModel permutes the tokens of a row, which a GatedDeltaNet reads in their '
+        'order: set it to False.'
+      )
+    if segment_ids is None:
+      segment_ids = jnp.ones(x.shape[:2], jnp.int32)
+    documents, is_token = document_numbers(segment_ids), segment_ids != 0
+    earlier: Mapping[str, jax.Array] = {}
+    if scope.cache is not None:
+      if segment_pos is None:
+        raise UserError('generation with a GatedDeltaNet needs segment_pos: pass it.')
+      earlier = scope.cache.read_state(self, segment_pos)
+
+    inputs, state = {}, {}
+    for name in ('query', 'key', 'value'):
+      heads, split_dims, layout = self._value_heads() if name == 'value' else self._key_heads()
+      projected = project(self, name, x, heads, split_dims, layout, scale=self.init_scale)
+      projected = constrain(projected, whole_rows(layout))
+      taps, tail = self._taps(f'{name}_taps', heads, split_dims), earlier.get(f'{name}_tail')
+      inputs[name] = jax.nn.silu(convolve(projected, taps, documents, tail)).astype(jnp.float32)
+      state[f'{name}_tail'] = last_tokens(projected, jnp.sum(is_token, axis=1), tail, self.conv_size - 1)
+
+    query, key = _normalize(inputs['query']) / math.sqrt(self.key_head_dim), _normalize(inputs['key'])
+    query, key = (jnp.repeat(array, self.num_heads // self._num_key_heads, axis=2) for array in (query, key))
+    layout = whole_rows(self.value_activation_split_dims)
+    inputs = {'query': query, 'key': key, 'value': inputs['value']}
+    inputs = {name: constrain(array, layout) for name, array in inputs.items()}
+    inputs = {name: checkpoint_name(checkpoint_name(x, name), ATTENTION_INPUTS_NAME) for name, x in inputs.items()}
+    # Padding has strength 0 and log decay 0, which leave the state as it is.
+    gates = [jnp.where(is_token[:, :, None], gate, 0.0) for gate in self._gates(x)]
+    first = earlier.get('state')
+    if first is None:
+      first = jnp.zeros((len(x), self.num_heads, self.key_head_dim, self.value_head_dim), jnp.float32)
+    y, state['state'] = delta_rule(*inputs.values(), *gates, documents, first, chunk=self.chunk)
+    if scope.cache is not None:
+      scope.cache.write_state(self, state, self._state_split_dims())
+
+    y = constrain(checkpoint_name(y, ATTENTION_NAME), self.value_activation_split_dims)
+    gate = project(self, 'gate', x, *self._value_heads(), scale=self.init_scale)
+    y = self.out_norm(y) * jax.nn.silu(gate.astype(jnp.float32))
+    layouts, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
+    return project(self, 'out', y.astype(self.dtype), x.shape[-1], *layouts, scale=scale, num_input_dims=2)
+
+  def _key_heads(self) -> tuple[tuple[int, int], SplitDims, SplitDims]:
+    """Returns the dims of queries and keys, and the split dims of their kernels and of themselves."""
+    return (self._num_key_heads, self.key_head_dim), self.key_split_dims, self.key_activation_split_dims
+
+  def _value_heads(self) -> tuple[tuple[int, int], SplitDims, SplitDims]:
+    return (self.num_heads, self.value_head_dim), self.value_split_dims, self.value_activation_split_dims
+
+  def _taps(self, name: str, heads: tuple[int, int], split_dims: SplitDims) -> jax.Array:
+    """Declares the kernel of a convolution, [W, heads, features]."""
+    init, split_dims = FanInNormal(), None if split_dims is None else (None, *split_dims[1:])
+    taps = declare_weight(self, name, shape=(self.conv_size, *heads), init=init, split_dims=split_dims)
+    return taps.astype(self.dtype)
+
+  def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the logarithm of the decay, and the strength, float32 [B, T, H]."""
+    kernel, layout = (dims and tuple(dims)[:-1] for dims in (self.value_split_dims, self.value_activation_split_dims))
+    splits, settings = (self.num_heads, kernel, layout), {'scale': self.init_scale}
+    step, strength = (
+      constrain(project(self, name, x, *splits, **settings).astype(jnp.float32), whole_rows(layout))
+      for name in ('step', 'strength')
+    )
+    log_rate, step_bias = (
+      declare_weight(
+        self, name, shape=(self.num_heads,), init=init, split_dims=kernel and kernel[1:], tags=('no_decay',)
+      )[None, None, :]
+      for name, init in (('log_rate', _log_rates), ('step_bias', _step_biases))
+    )
+    return -jnp.exp(log_rate) * jax.nn.softplus(step + step_bias), self.max_strength * jax.nn.sigmoid(strength)
+
+  def _state_split_dims(self) -> Mapping[str, SplitDims]:
+    """Returns the split dims of the state [B, H, K, V] and of the convolutions' tails [B, W - 1, H or G, V or K]."""
+    keys, values = whole_rows(self.key_activation_split_dims), whole_rows(self.value_activation_split_dims)
+    state = values and (values[0], values[2], None, None)
+    return {'state': state, 'query_tail': keys, 'key_tail': keys, 'value_tail': values}
+
+
+def whole_rows(split_dims: SplitDims) -> SplitDims:
+  """Returns split dims [B, T, H, ...] that do not split rows: the axes of a row's tokens split its heads too."""
+  if split_dims is None:
+    return None
+  rows, tokens, heads, *features = split_dims
+  return rows, None, (*axes_of(heads), *axes_of(tokens)), *features
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)
+
+
+def _log_rates(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  return jnp.log(jax.random.uniform(rng, shape, dtype, *_INITIAL_RATES))
+
+
+def _step_biases(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  low, high = map(math.log, _INITIAL_STEPS)
+  steps = jnp.exp(jax.random.uniform(rng, shape, dtype, low, high))
+  return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
