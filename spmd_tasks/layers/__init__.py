@@ -28,5 +28,4 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.products import DeclaredKernel, Product, plain_product
   from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
-  from spmd_tasks.layers.softmax_head import label_scores
   from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack, remat_policy

@@ -135,7 +135,11 @@ def test_a_sample_is_of_weights_prompt_and_seed():
 
 # On a mesh the jobs of tests/tuning sample by it, of whose tokens the trainer computes the same log-probabilities.
 @pytest.mark.parametrize(
-  'name', ['windows', 'recurrent layers', *(pytest.param(f'data 2 x {each}', marks=exhaustive) for each in ('mdl 4', 'expert 4'))]
+  'name',
+  [
+    *('windows', 'recurrent layers'),
+    *(pytest.param(f'data 2 x {each}', marks=exhaustive) for each in ('mdl 4', 'expert 4')),
+  ],
 )
 def test_samples_by_one_program_are_those_of_the_engine(name):
   run = make_run(name)

@@ -2,7 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import ScoreEmbedding, TokenEmbedding, label_scores
+from spmd_tasks.layers import ScoreEmbedding, TokenEmbedding
+from spmd_tasks.layers.softmax_head import label_scores
 from spmd_tasks.sharding.weights import unbox_weights
 
 IDS = np.array([[0, 3, 3], [6, 1, 0]])

@@ -30,4 +30,4 @@ with lazy_exports(globals()):
     RouterOutput,
     TopKRouter,
   )
-  from spmd_tasks.layers.moe._slots import DerivedGroupSize, Slots
+  from spmd_tasks.layers.moe._slots import DerivedGroupSize

@@ -175,7 +175,8 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   def _taps(self, name: str, heads: tuple[int, int], split_dims: SplitDims) -> jax.Array:
     """Declares the kernel of a convolution, [W, heads, features]."""
     init, split_dims = FanInNormal(), None if split_dims is None else (None, *split_dims[1:])
-    taps = declare_weight(self, name, shape=(self.conv_size, *heads), init=init, split_dims=split_dims)
+    shape = (self.conv_size, *heads)
+    taps = declare_weight(self, name, shape=shape, init=init, split_dims=split_dims, num_input_dims=0)  # not a matrix
     return taps.astype(self.dtype)
 
   def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
