@@ -6,7 +6,8 @@
 
 A batch is global: its first dim counts the rows of all processes, and process i of n keeps the rows [i B/n, (i+1) B/n).
 The numbers therefore do not depend on the number of processes, which may change when a job is resumed. A function with
-the arguments `shard_index` and `shard_count` yields only the rows of that process.
+the arguments `shard_index` and `shard_count` yields only the rows of that process. One with the argument `epoch` gets
+the number of times that training has read the data, from 0, for example to seed a shuffle.
 
 The first batch determines the shapes and dtypes; int64 and float64 become int32 and float32, as in JAX. Training reads
 the data again and again and regroups the rows into batches of the first batch's size: it splits larger batches, and
@@ -66,6 +67,7 @@ class Batches:
     self._is_function = callable(source) and not hasattr(source, '__iter__') and not _is_sequence(source)
     names = inspect.signature(source).parameters if self._is_function else {}
     self.gives_whole_batches = not {'shard_index', 'shard_count'} <= {*names}
+    self._takes_epoch = 'epoch' in names
     self._spec: dict[str, jax.ShapeDtypeStruct] | None = None
     self._first_state: Any = None  # the state at the beginning, if the data have a state
 
@@ -80,7 +82,7 @@ class Batches:
     """Returns the shapes and dtypes of the first batch, which is read once. Raises a UserError if it is invalid."""
     if self._spec is None:
       index, count = (0, 1) if self.gives_whole_batches else (jax.process_index(), jax.process_count())
-      stream = self.stream(index, count, 0)
+      stream = self.stream(index, count)
       with own_code_errors(f'reading {self.name}'):
         first = next(stream, _END)
       if first is _END:
@@ -112,12 +114,13 @@ class Batches:
       )
     return [states[index % len(states)] for index in range(shard_count)]
 
-  def stream(self, shard_index: int, shard_count: int, num_skipped: int) -> Iterator[Any]:
-    """Returns an iterator of an epoch after its first `num_skipped` batches."""
+  def stream(self, shard_index: int, shard_count: int, epoch: int = 0, num_skipped: int = 0) -> Iterator[Any]:
+    """Returns an iterator of an epoch, counted from 0, after its first `num_skipped` batches."""
     source = self._source
     with own_code_errors(f'opening {self.name}'):
       if self._is_function:
-        source = source() if self.gives_whole_batches else source(shard_index=shard_index, shard_count=shard_count)
+        shard = {} if self.gives_whole_batches else {'shard_index': shard_index, 'shard_count': shard_count}
+        source = source(**shard, **({'epoch': epoch} if self._takes_epoch else {}))
       if hasattr(source, 'to_iter_dataset'):  # a Grain MapDataset, which then reads ahead in threads
         source = source.to_iter_dataset()
       if type(source).__module__.startswith('tensorflow.'):
@@ -227,7 +230,7 @@ class BatchesIterator(base.InputIterator):
   def _next_batch(self) -> base.Batch:
     """Returns the next batch of the data; training starts over at the end."""
     if self._stream is None:
-      self._stream = self._batches.stream(*self._shard, self._num_read)
+      self._stream = self._open(self._num_read)
     num_ends = 0
     while True:
       before = _state_of(self._stream)
@@ -241,7 +244,7 @@ class BatchesIterator(base.InputIterator):
             f'{self._batches.name} is empty after its first epoch: return data that can be iterated again.'
           )
         self._num_passes, self._num_read = self._num_passes + 1, 0
-        self._stream = self._batches.stream(*self._shard, 0)
+        self._stream = self._open()
         continue
       self._num_read += 1
       batch = self._batches.checked(value)
@@ -249,6 +252,10 @@ class BatchesIterator(base.InputIterator):
         continue
       self._before, self._digest = before, digest(batch)
       return batch
+
+  def _open(self, num_skipped: int = 0) -> Iterator[Any]:
+    """Returns a stream of this epoch after its first `num_skipped` batches."""
+    return self._batches.stream(*self._shard, self._num_passes, num_skipped)
 
   def _read(self) -> Any:
     """Returns the stream's next batch, or _END."""
@@ -292,7 +299,7 @@ class BatchesIterator(base.InputIterator):
   def _streams_before_last(self) -> Iterator[Iterator[Any]]:
     """Yields streams whose next batch should be the last batch before the saved position."""
     if self._before is not None:
-      stream: Any = self._batches.stream(*self._shard, 0)
+      stream: Any = self._open()
       try:
         state = self._before
         stream.set_state(base64.b64decode(state['base64']) if 'base64' in state else state['json'])
@@ -305,7 +312,7 @@ class BatchesIterator(base.InputIterator):
       logging.warning(
         'Reading %d batches of %s again to reach the saved position.', self._num_read - 1, self._batches.name
       )
-    yield self._batches.stream(*self._shard, self._num_read - 1)
+    yield self._open(self._num_read - 1)
 
   def close(self) -> None:
     stream: Any = self._stream

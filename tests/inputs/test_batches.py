@@ -33,6 +33,15 @@ def rows_of_a_shard(shard_index, shard_count):
     yield {name: rows[shard_index * size : (shard_index + 1) * size] for name, rows in batch.items()}
 
 
+def shuffled(epoch):
+  for number in np.random.default_rng(epoch).permutation(NUM_BATCHES):
+    yield LIST[number]
+
+
+def shuffled_rows_of_a_shard(shard_index, shard_count, epoch):
+  return rows_of_a_shard(shard_index, shard_count) if epoch % 2 == 0 else reversed([*rows_of_a_shard(0, 1)])
+
+
 def random_access():
   rows = [{'x': row} for batch in LIST for row in batch['x']]
   return grain.MapDataset.source(rows).seed(3).shuffle().batch(NUM_ROWS)
@@ -53,7 +62,19 @@ def tf_data():
   )
 
 
-SOURCES = [LIST, BFLOAT16, generator, rows_of_a_shard, random_access(), stream(), random_access, data_loader(), tf_data]
+SOURCES = [
+  LIST,
+  BFLOAT16,
+  generator,
+  rows_of_a_shard,
+  shuffled,
+  shuffled_rows_of_a_shard,
+  random_access(),
+  stream(),
+  random_access,
+  data_loader(),
+  tf_data,
+]
 
 
 def take(iterator, num):
@@ -72,6 +93,12 @@ def test_an_iterator_resumes_exactly_in_any_epoch(source, num_before):
   take(resumed, 2)
   resumed.set_state(state)
   assert_same(take(resumed, 6), expected)
+
+
+def test_a_function_of_the_epoch_gives_another_order_in_each():
+  iterator = as_input('train_input', shuffled, repeats=True).make_iterator()
+  epochs = [[batch['row'][0] // NUM_ROWS for batch in take(iterator, NUM_BATCHES)] for _ in range(3)]
+  assert epochs == [np.random.default_rng(epoch).permutation(NUM_BATCHES).tolist() for epoch in range(3)]
 
 
 @pytest.mark.parametrize('source', [generator, rows_of_a_shard])
