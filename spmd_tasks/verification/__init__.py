@@ -29,6 +29,7 @@ EXTENSION = Extension(
       flags=(
         Flag(name='claims', metavar='A,B', help='only these claims; default: all'),
         Flag(name='cases', type=int, metavar='N', help='N random meshes more; default: 0'),
+        Flag(name='widths', metavar='A,B', help='of the claim coordinates; default: the shrunk width, x 2, x 4, x 8'),
       ),
     ),
   ),

@@ -27,11 +27,22 @@ class Bench:
   """An experiment on this process's devices, in any setting."""
 
   def __init__(
-    self, source: Source, *, num_devices: int, num_steps: int = 4, seed: int = 0, num_random_meshes: int = 0
+    self,
+    source: Source,
+    *,
+    num_devices: int,
+    num_steps: int = 4,
+    seed: int = 0,
+    num_random_meshes: int = 0,
+    widths: Sequence[int] = (),
   ):
-    """Does not compile anything. Claims about meshes and rows add `num_random_meshes` random meshes."""
+    """Does not compile anything. Claims about meshes and rows add `num_random_meshes` random meshes.
+
+    `widths` are those of the claim `coordinates`; () for the shrunk width times 1, 2, 4 and 8.
+    """
     self.source, self.num_devices = source, num_devices
     self.num_steps, self.seed, self.num_random_meshes = num_steps, seed, num_random_meshes
+    self.widths = tuple(widths)
     # Two threads compile, one runs programs: two programs at once could wait for each other's devices.
     self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix='compile')
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}

@@ -22,6 +22,7 @@ from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
+from spmd_tasks.verification._coordinate_claims import coordinate_cases, parse_widths
 from spmd_tasks.verification._job_claims import job_cases
 from spmd_tasks.verification._kernel_claims import kernel_cases
 from spmd_tasks.verification._layout_claims import (
@@ -68,6 +69,7 @@ CLAIMS: Mapping[str, Claim] = {
   'checkpoint': Claim(
     sentence='a checkpoint restored on another mesh is the same, and so is the next step', cases=checkpoint_cases
   ),
+  'coordinates': Claim(sentence='with muP, activations keep their sizes at all widths', cases=coordinate_cases),
   'job': Claim(sentence='a stopped job resumes, and evaluates as the formulas do', cases=job_cases),
 }
 
@@ -137,6 +139,7 @@ def run(command: Command) -> int:
     raise UserError(f'--claims has {unknown[0]!r}, which is not a claim: choose from {", ".join(CLAIMS)}.')
   if (num_random_meshes := command.flags.cases or 0) < 0:
     raise UserError(f'--cases {num_random_meshes} must be at least 0.')
+  widths = () if command.flags.widths is None else parse_widths(command.flags.widths)
 
   def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
     """Builds the job with overrides before and after the user's. Returns (job, every field's value by path)."""
@@ -161,7 +164,9 @@ def run(command: Command) -> int:
     build_whole=lambda: command.resolve((), ()).build(),
   )
   decided: list[tuple[Case, Verdict]] = []
-  bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_random_meshes=num_random_meshes)
+  bench = Bench(
+    source, num_devices=num_devices, seed=job.experiment.seed, num_random_meshes=num_random_meshes, widths=widths
+  )
   with contextlib.closing(bench):
     cases = [case for name, claim in CLAIMS.items() if name in claims for case in claim.cases(bench)]
     bench.prepare(setting for case in cases for setting in case.settings)

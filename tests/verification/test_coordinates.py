@@ -1,0 +1,103 @@
+"""The claim `coordinates` holds for muP, dense and with experts, and names what is wrong in planted mistakes."""
+
+import dataclasses
+
+import fiddle as fdl
+import jax
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning import AdamW
+from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
+from spmd_tasks.sharding.weights import leaf_name
+from spmd_tasks.verification import Bench
+from spmd_tasks.verification._coordinate_claims import coordinate_cases, parse_widths
+from tests.runtime.loss_curves import source_of
+
+WIDTHS = (16, 128)
+
+
+class Dense(SyntheticLanguageModel):
+  mup_base_width = 32
+  vocab_size = 64
+  model_dims = 16
+  num_layers = 2
+  num_heads = 2
+  num_kv_heads = 1
+  hidden_dims = 32
+  seq_len = 8
+  batch_size = 8
+  num_train_steps = 20
+  learning_rate = 1e-2
+
+
+class WrongFanIn(Dense):
+  """`down` starts as if it had as many inputs at every width."""
+
+  def ffn(self):
+    return fdl.copy_with(super().ffn(), down_init_scale=self.hidden_dims / 32)
+
+
+class NoOutputMultiplier(Dense):
+  def task(self):
+    task = super().task()
+    task.model.embedding.logits_multiplier = 1.0
+    return task
+
+
+class Experts(Dense, MoeLanguageModel):
+  num_experts = 4
+  num_layers = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterAtFullRate(AdamW):
+  def _width_factors(self, weight_specs):
+    factors = super()._width_factors(weight_specs)
+    return jax.tree_util.tree_map_with_path(
+      lambda path, factor: 1.0 if 'router' in leaf_name(path) else factor, factors
+    )
+
+
+class UnscaledRouter(Experts):
+  def optimizer(self):
+    adam = super().optimizer()
+    fdl.update_callable(adam, RouterAtFullRate)
+    return adam
+
+
+def verdict_of(experiment, widths=WIDTHS):
+  bench = Bench(source_of(experiment), num_devices=1, widths=widths)
+  [case] = coordinate_cases(bench)
+  verdict = case.decide(bench)
+  bench.close()
+  return verdict
+
+
+@pytest.mark.parametrize('experiment', [Dense, Experts], ids=lambda cls: cls.__name__)
+def test_mup_holds(experiment):
+  verdict = verdict_of(experiment)
+  assert verdict.status == 'held', verdict
+
+
+@pytest.mark.parametrize(
+  'experiment, leaf, when',
+  [
+    (WrongFanIn, 'stack/layers/ffn/down', 'start'),
+    (NoOutputMultiplier, 'embedding/attend', 'start'),
+    (UnscaledRouter, 'stack/layers/ffn/router/kernel', 'weight'),
+  ],
+  ids=lambda value: getattr(value, '__name__', ''),
+)
+def test_a_planted_mistake_is_found_and_named(experiment, leaf, when):
+  verdict = verdict_of(experiment)
+  assert verdict.status == 'BROKEN', verdict
+  assert (verdict.failure['leaf'], verdict.failure['when']) == (leaf, when)
+  assert verdict.failure['exponent'] > 0.25
+  assert leaf in verdict.detail
+
+
+@pytest.mark.parametrize('text', ['64', '64,64', '64,x', '0,64', ''])
+def test_wrong_widths_are_refused(text):
+  with pytest.raises(UserError, match='must be two different positive numbers or more'):
+    parse_widths(text)
