@@ -141,26 +141,36 @@ def random_meshes(bench: Bench, sizes: list[int]) -> Iterator[Mesh]:
 
 def pipeline_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case for each schedule if the model has a pipeline."""
+  settings = list(pipeline_settings(bench))
+  if not settings:
+    yield skipped_case('pipeline', 'any schedule', 'the model has no pipeline, or the mesh no axis for its stages')
+  common = overrides_for_pipeline(bench.source)
+  reference = Setting(overrides=common.overrides)
+  for schedule, setting in settings:
+    if isinstance(setting, str):
+      yield skipped_case('pipeline', schedule, setting)
+    else:
+      yield agreement_case('pipeline', setting, reference, subject=f'{schedule}, {setting}', remark=common.remark)
+
+
+def pipeline_settings(bench: Bench) -> Iterator[tuple[ScheduleName, Setting | str]]:
+  """Yields (schedule, its setting, or why there is none) if the model has a pipeline, and the mesh an axis for it."""
   job, values = bench.source.base, bench.source.values
   paths = bench.source.paths_of(PipelinedStack)
   axis = stage_axis(job.experiment.mesh_axis_names, job.experiment.axis_rules)
   if not paths or axis is None:
-    yield skipped_case('pipeline', 'any schedule', 'the model has no pipeline, or the mesh no axis for its stages')
     return
   num_layers, num_microbatches = (int(values[f'{paths[0]}.{name}']) for name in ('num_layers', 'num_microbatches'))
   common = overrides_for_pipeline(bench.source)
-  reference = Setting(overrides=common.overrides)
   for schedule in SCHEDULES:
     mesh = _pipeline_mesh(bench, schedule, axis, num_microbatches)
     if mesh is None:
-      reason = f'{num_microbatches} microbatches are not divisible by 2 stages, or there is one device'
-      yield skipped_case('pipeline', schedule, reason)
+      yield schedule, f'{num_microbatches} microbatches are not divisible by 2 stages, or there is one device'
       continue
     num_repeats = next(n for n in (2, 3, num_layers) if num_layers % n == 0) if schedule == 'circular' else 1
     fields = (f'schedule={schedule}', f'num_repeats={num_repeats}')
     overrides = [f'{path}.{field}' for path in paths for field in fields]
-    setting = Setting(mesh=mesh, overrides=(*reference.overrides, *overrides))
-    yield agreement_case('pipeline', setting, reference, subject=f'{schedule}, {setting}', remark=common.remark)
+    yield schedule, Setting(mesh=mesh, overrides=(*common.overrides, *overrides))
 
 
 def _pipeline_mesh(bench: Bench, schedule: ScheduleName, axis: str, num_microbatches: int) -> Mesh | None:

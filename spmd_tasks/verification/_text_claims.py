@@ -4,19 +4,14 @@
 compared with one forward pass over the whole texts, on one device and without a cache. Scores of texts, as evaluations
 compute them, are compared with such a pass too; for a prefix model their contexts are the prefixes.
 
-`packing`: a document has the same log-probabilities in a row with others as alone. Batches of a TextInput count
-positions within each document, and their labels are the next tokens.
-
 `sampler`: a rollout is sampled as in a job, with its temperature and truncation, and scored by the trainer.
 
 Shapes: N texts, S positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -27,8 +22,6 @@ from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs import TextInput
-from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import map_parts
 from spmd_tasks.layers.moe import CapacityGather, Dropless
 from spmd_tasks.runtime import TrainState
@@ -194,7 +187,7 @@ class _FullForward:
 
   def __init__(self, bench: Bench):
     self._bench = bench
-    self._runner = Runner(bench.source, Setting(change=_without_drops))
+    self._runner = Runner(bench.source, Setting(change=without_drops))
     self._steps = StepsByShape(self._runner.model.forward_step)
 
   def compare_texts(
@@ -280,90 +273,7 @@ def _compare_scores(bench: Bench) -> Verdict:
   return _verdict(bench, 'decode', Setting(), difference)
 
 
-def packing_cases(bench: Bench) -> Iterator[Case]:
-  """Yields the case of documents in one row, and the case of a TextInput's batches."""
-  job = bench.source.base
-  spec = job.train_input.element_spec()
-  shapes = {spec[name].shape for name in ('ids', 'segment_ids', 'segment_pos') if name in spec}
-  if len(shapes) != 1 or 'segment_pos' not in spec or len(shape := shapes.pop()) != 2 or shape[1] < 4:
-    yield skipped_case('packing', 'documents in a row', 'the batches have no ids, segment_ids and segment_pos [B, T]')
-    return
-  yield Case(claim='packing', subject='three documents in a row', settings=(Setting(),), decide=_compare_packing)
-  if isinstance(job.train_input, TextInput):
-    yield Case(claim='packing', subject='batches of the input', decide=_check_batches)
-
-
-def _compare_packing(bench: Bench) -> Verdict:
-  trajectory = bench.trajectory(Setting())
-  state, full = trajectory.state(bench.num_steps - 1), _FullForward(bench)
-  packed, documents, columns = _pack(trajectory.batches[0])
-  actual = full.log_probabilities(state, packed)
-
-  def log_probs(state: TrainState) -> np.ndarray:
-    by_document = [full.log_probabilities(state, batch) for batch in documents]
-    return np.concatenate([x[:, : place.stop - place.start] for x, place in zip(by_document, columns)], axis=1)
-
-  if not isinstance(bench.source.base.task.model, LanguageModel):
-    one_segment = {name: np.ones_like(x) if name.endswith('segment_ids') else x for name, x in packed.items()}
-    if np.array_equal(full.log_probabilities(state, one_segment), actual):
-      raise UserError('the model does not read segment_ids, so it does not separate documents.')
-  leaf = 'log-probabilities of row {} after token {}'
-  return _verdict(bench, 'packing', Setting(), full.compare(state, actual, log_probs(state), log_probs, leaf))
-
-
-def _pack(batch: Mapping[str, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]], list[slice]]:
-  """Splits each row into three documents. Returns (packed batch, a batch per document, columns per document)."""
-  packed: dict[str, Any] = {}
-  documents: list[dict[str, Any]] = [{} for _ in range(3)]
-  columns: list[slice] = []
-  for side in ('encoder_', ''):
-    entries = ('ids', 'segment_ids', 'segment_pos', 'prefix_mask')
-    if f'{side}ids' not in batch:
-      continue
-    names = [side + entry for entry in entries if side + entry in batch]
-    num_columns = batch[f'{side}ids'].shape[1]
-    bounds = [0, max(num_columns // 4, 1), max(num_columns // 4, 1) + max(num_columns // 3, 1), num_columns]
-    columns = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    lengths = np.array([place.stop - place.start for place in columns])
-    position = np.concatenate([np.arange(length) for length in lengths])
-    new_values = {
-      'segment_ids': np.repeat([1, 2, 3], lengths),
-      'segment_pos': position,
-      'prefix_mask': position < np.repeat((lengths + 1) // 2, lengths),
-    }
-    for name in names:
-      values = np.maximum(batch[name], 1) if name == f'{side}ids' else new_values[name.removeprefix(side)]
-      packed[name] = np.array(np.broadcast_to(values, batch[name].shape), batch[name].dtype)
-      for document, place in zip(documents, columns):
-        document[name] = np.zeros_like(packed[name])
-        document[name][:, : place.stop - place.start] = packed[name][:, place]
-        if name == f'{side}segment_ids':
-          document[name] = np.minimum(document[name], 1)
-  return packed, documents, columns
-
-
-def _check_batches(bench: Bench) -> Verdict:
-  """Checks that positions count within each document of a row, and that labels are the next tokens."""
-  with contextlib.closing(bench.source.base.train_input.make_iterator()) as iterator:
-    batches = list(itertools.islice(iterator, bench.num_steps))
-  for step, batch in enumerate(batches, 1):
-    ids, labels, weights, segments, positions = (
-      batch[name] for name in ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')
-    )
-    continues = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    leaves = {
-      'segment_pos': continues & (positions[:, 1:] != positions[:, :-1] + 1),
-      'labels': continues & (weights[:, :-1] > 0) & (labels[:, :-1] != ids[:, 1:]),
-    }
-    for name, is_wrong in leaves.items():
-      if count := int(np.sum(is_wrong)):
-        leaf = f'batch/{name} of {count} tokens'
-        return broken_verdict(bench, 'packing', Setting(), Difference(step=step, leaf=leaf))
-  verdict = held_verdict(Difference(step=1, leaf='labels', difference=0.0), len(batches))
-  return dataclasses.replace(verdict, detail=f'{len(batches)} batches')
-
-
-def _without_drops(job: Job) -> Job:
+def without_drops(job: Job) -> Job:
   """Returns the job with experts that do not drop tokens."""
 
   def change(part: CapacityGather | Dropless) -> Any:

@@ -31,10 +31,11 @@ from spmd_tasks.verification._layout_claims import (
   pipeline_cases,
   row_cases,
 )
+from spmd_tasks.verification._packing_claims import packing_cases
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases, quantization_cases
 from spmd_tasks.verification._settings import Source, scaled_mesh, shrink, with_quantization
 from spmd_tasks.verification._step_claims import dropout_cases, step_cases
-from spmd_tasks.verification._text_claims import decode_cases, packing_cases, sampler_cases
+from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
 from spmd_tasks.xla_flags import add_xla_flags
 
 DEFAULT_NUM_DEVICES = 8

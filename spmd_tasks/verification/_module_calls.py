@@ -1,0 +1,130 @@
+"""ModuleCalls: what a model's modules get and return, in the order of the computation.
+
+    calls = ModuleCalls(runner, batch)         # compiles the model with all inputs and outputs of modules as results
+    calls.predictions(state, batch)            # {'logits': [B, T, V]}
+    calls.values(state, batch)                 # [(the layer that computed them, [B, T, ...]), ...]
+
+If a module's input differs between two batches and no earlier value does, the code of the module that called it made
+the difference; if its output is the first, then its own code did.
+
+Only arrays of numbers per token are recorded, [B, T, ...], in the order of the text. A pipeline on several stages
+discards what its blocks record, so there a stack is one module; a stack that gets the tokens in another order
+(`balances_tokens`) is part of the model, and so are the modules of an NNX model.
+
+Shapes: B rows, T sequence; also S sequence of an encoder.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import itertools
+from typing import Any
+
+from flax import errors, traverse_util
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.sharding.weights import leaves_by_name
+from spmd_tasks.verification._runner import Leaves, Runner
+from spmd_tasks.verification._settings import Batch
+
+_COLLECTION = 'module_calls'
+
+
+class ModuleCalls:
+  """The compiled model of a Runner, without dropout, which also returns what its modules get and return."""
+
+  def __init__(self, runner: Runner, batch: Batch):
+    """`batch` gives the shapes of all batches."""
+    names = [name for name in ('ids', 'encoder_ids') if name in batch]
+    recorder = _Recorder(frozenset(batch[name].shape for name in names))
+    self._place, self._shape, self._recorder = runner.place, batch['ids'].shape, recorder
+
+    def predict(variables: Any, batch: Any) -> Any:
+      with nn.intercept_methods(recorder):
+        predictions, updates = runner.task.predict(variables, batch, mutable=[_COLLECTION])
+      return predictions, updates.get(_COLLECTION, {})
+
+    spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    self._step = runner.model.batch_step('module_calls', spec, predict)
+
+  def _run(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
+    return self._step(self._place(state).variables, self._step.place(batch))
+
+  def predictions(self, state: TrainState, batch: Batch) -> Leaves:
+    """Returns the logits, or if there are none, all predictions of tokens, [B, T, ...], by name.
+
+    Raises a UserError: the model does not predict anything per token.
+    """
+    predictions = self._run(state, batch)[0]
+    if isinstance(predictions, Mapping) and 'logits' in predictions:
+      predictions = {'logits': predictions['logits']}
+    leaves = leaves_by_name({'predictions': predictions})
+    if not (per_token := {name: x for name, x in leaves.items() if _is_per_token(x, {self._shape})}):
+      raise UserError('the model does not predict anything per token [B, T, ...].')
+    return {name: np.asarray(x) for name, x in per_token.items()}
+
+  def values(self, state: TrainState, batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (the layer that computed it, its value [B, T, ...]) for each input and output of a module, in order."""
+    arrays = {path[-1]: x for path, x in traverse_util.flatten_dict(self._run(state, batch)[1]).items()}
+    records = [(self._recorder.records[key], np.asarray(arrays[key])) for key in sorted(arrays)]
+    # Layers of a loop have their values in one array, [L, ...]: all values of layer 0 come first.
+    for stacked, group in itertools.groupby(records, lambda pair: pair[1].shape[: pair[1].ndim - pair[0].num_dims]):
+      members = list(group)
+      for index in np.ndindex(stacked):
+        of_layer = ', '.join(f'layer {number + 1} of {size}' for number, size in zip(index, stacked))
+        for record, values in members:
+          yield f'{record.layer}, {of_layer}' if of_layer else record.layer, values[index]
+
+
+def _is_per_token(x: Any, shapes: Any) -> bool:
+  return hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jnp.floating) and x.shape[:2] in shapes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Record:
+  """The layer that computed an array, and the array's number of dims in the call."""
+
+  layer: str
+  num_dims: int
+
+
+class _Recorder:
+  """Intercepts calls of Linen modules, and stores what they get and return as variables of the modules."""
+
+  def __init__(self, shapes: frozenset[tuple[int, ...]]):
+    self.records: dict[str, _Record] = {}
+    self._shapes, self._callers = shapes, list[str]()
+
+  def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    module = context.module
+    # Linen also intercepts functions that it transforms, such as the body of a loop, under names of their own.
+    is_method = hasattr(type(module), context.method_name) and context.method_name != 'setup'
+    if module.scope is None or not is_method:
+      return next_fun(*args, **kwargs)
+    layer = f'{"/".join(module.path) or "the model"} ({type(module).__name__})'
+    self._store(module, self._callers[-1] if self._callers else layer, (args, kwargs))
+    self._callers.append(layer)
+    try:
+      returned = next_fun(*args, **kwargs)
+    finally:
+      self._callers.pop()
+    self._store(module, layer, returned)
+    return returned
+
+  def _store(self, module: nn.Module, layer: str, values: Any) -> None:
+    if not module.is_mutable_collection(_COLLECTION) or current_layer_scope().balanced_tokens:
+      return
+    for x in jax.tree.leaves(values):
+      if _is_per_token(x, self._shapes):
+        key = f'{len(self.records):06d}'  # a layer may be traced several times; the last trace counts
+        self.records[key] = _Record(layer=layer, num_dims=x.ndim)
+        with contextlib.suppress(
+          errors.JaxTransformError
+        ):  # within a transformation of JAX that Linen does not know of
+          module.put_variable(_COLLECTION, key, x)
