@@ -35,9 +35,10 @@ if TYPE_CHECKING:
   from spmd_tasks.experiment import Experiment
   from spmd_tasks.learning import Learner
   from spmd_tasks.loading import LoadedModel, load
+  from spmd_tasks.programs.recorded_runs import read_metrics
   from spmd_tasks.runtime import Task
 
-__all__ = ['Experiment', 'Learner', 'LoadedModel', 'Task', 'UserError', 'load', 'register']
+__all__ = ['Experiment', 'Learner', 'LoadedModel', 'Task', 'UserError', 'load', 'read_metrics', 'register']
 
 _MODULES = {
   'Experiment': 'spmd_tasks.experiment',
@@ -46,6 +47,7 @@ _MODULES = {
   'Task': 'spmd_tasks.runtime.task',
   'UserError': 'spmd_tasks.errors',
   'load': 'spmd_tasks.loading',
+  'read_metrics': 'spmd_tasks.programs.recorded_runs',
   'register': 'spmd_tasks.config.registry',
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from spmd_tasks import experiment
-from spmd_tasks.programs import decode, judges, samples
+from spmd_tasks.programs import decode, hooks, judges, samples
 
 
 class Shared:
@@ -64,6 +64,7 @@ def _partition(*args: Any, **settings: Any) -> Any:
 _partition_spmd_model = experiment.partition_spmd_model
 _models = Shared(_partition, max_kept=6)
 _decode_steps = Shared(decode.DecodeSteps, max_kept=3)
+_model_flops = Shared(hooks.model_flops, max_kept=6)
 _WITH_DECODE_STEPS = ('spmd_tasks.loading', 'spmd_tasks.tuning.rollout_sampler')  # imported by who uses them
 
 
@@ -71,6 +72,7 @@ _WITH_DECODE_STEPS = ('spmd_tasks.loading', 'spmd_tasks.tuning.rollout_sampler')
 def shared_models() -> Iterator[None]:
   with contextlib.ExitStack() as patches:
     patches.enter_context(mock.patch.object(experiment, 'partition_spmd_model', _models))
+    patches.enter_context(mock.patch.object(hooks, 'model_flops', _model_flops))
     extensions = [sys.modules[name] for name in _WITH_DECODE_STEPS if name in sys.modules]
     for module in (decode, judges, samples, *extensions):
       patches.enter_context(mock.patch.object(module, 'DecodeSteps', _decode_steps))
@@ -81,3 +83,4 @@ def forget() -> None:
   """Lets go of the compiled programs."""
   _models.forget()
   _decode_steps.forget()
+  _model_flops.forget()

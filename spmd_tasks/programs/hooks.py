@@ -48,7 +48,7 @@ from spmd_tasks.programs.trackers import tracker_classes
 from spmd_tasks.programs.training_loop import Outcome, TrainingLoop, is_spike
 from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.flops import peak_steps_per_second
+from spmd_tasks.runtime.flops import model_flops, peak_flops
 from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics, make_writer, scalars, split_summaries
 from spmd_tasks.runtime.origin import saved_part
@@ -391,7 +391,8 @@ class StepRates:
 
   unit: str  # 'tokens', or 'examples' if batches have no tokens
   units_per_step: int  # in a training batch
-  peak_steps_per_second: float | None  # at the devices' peak FLOP/s; None if the peak is unknown
+  flops_per_step: int  # model FLOPs, see runtime/flops.py
+  peak_flops_per_second: float | None  # of all devices; None if it is unknown
   goodput: Goodput  # counts the time in the loop
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
 
@@ -400,7 +401,7 @@ class StepRates:
     self._last = step, *self.goodput.loop_seconds()
 
   def since_last(self, step: int, batch_share: float = 1.0) -> dict[str, float]:
-    """Returns steps, tokens or examples per second, waiting and MFU since the last call; {} without a step since.
+    """Returns rates per second, the fraction of waiting, and MFU since the last call; {} without a step since.
 
     `batch_share` is the size of these steps' batches, relative to `units_per_step`.
     """
@@ -412,10 +413,11 @@ class StepRates:
     rates = {
       'steps_per_second': steps_per_second,
       f'{self.unit}_per_second': steps_per_second * self.units_per_step * batch_share,
+      'flops_per_second': steps_per_second * self.flops_per_step * batch_share,
       'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
     }
-    if self.peak_steps_per_second is not None:
-      rates['mfu'] = steps_per_second * batch_share / self.peak_steps_per_second
+    if self.peak_flops_per_second is not None:
+      rates['mfu'] = rates['flops_per_second'] / self.peak_flops_per_second
     return rates
 
 
@@ -441,11 +443,15 @@ class LogMetrics(TrainHook):
     spec = run.model.input_layout.spec
     unit, number = count_batch(spec)
     self._batch_size = max(x.shape[0] for x in spec.values() if x.shape)
-    is_cpu = jax.devices()[0].platform == 'cpu'
-    peak = None if is_cpu else peak_steps_per_second(run.model)  # no CPU's peak is known
-    self._rates = StepRates(unit=unit, units_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
+    self._rates = StepRates(
+      unit=unit,
+      units_per_step=number,
+      flops_per_step=model_flops(run.model),
+      peak_flops_per_second=peak_flops(run.model.mesh),
+      goodput=run.goodput,
+    )
     # Rates leave out the first step, and on accelerators the second: it runs while the hooks of the first one compile.
-    self._num_unmeasured = 1 if is_cpu else 2
+    self._num_unmeasured = 1 if jax.devices()[0].platform == 'cpu' else 2
 
   def before_loop(self, run: TrainRun) -> None:
     self._compilations = run.stack.enter_context(CompilationCounter())

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
@@ -54,11 +55,10 @@ def peak_flops_per_device(device_kind: str) -> float | None:
   return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
 
 
-def peak_steps_per_second(model: PartitionedModel) -> float | None:
-  """Returns the steps per second at an MFU of 1; None for unknown devices."""
-  if (peak := peak_flops_per_device(jax.devices()[0].device_kind)) is None:
-    return None
-  return peak * model.mesh.size / model_flops(model)
+def peak_flops(mesh: Mesh) -> float | None:
+  """Returns the FLOP/s of all devices of a mesh at an MFU of 1; None for CPUs and unknown devices."""
+  peak = peak_flops_per_device(mesh.devices.flat[0].device_kind)
+  return None if peak is None else peak * mesh.size
 
 
 def model_flops(model: PartitionedModel) -> int:

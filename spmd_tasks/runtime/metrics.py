@@ -116,11 +116,11 @@ def _json_number(value: float) -> float | str:
 
 
 def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
-  """Reads `<directory>/metrics.jsonl`: step -> metrics, from the last line of each step.
+  """Reads `<directory>/metrics.jsonl`: step -> metrics of the job's own weights, from the last line of each step.
 
   Skips an unfinished last line, which another job may be writing, and invalid lines. Raises OSError.
   """
-  return {step: metrics for step, metrics, _ in _read_records(directory)}
+  return {step: metrics for step, metrics, place in _read_records(directory) if place is None}
 
 
 def read_places(directory: epath.Path) -> set[tuple[int, str | None]]:

@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 def test_rates_count_from_the_last_logged_step(clock):
   goodput = Goodput(None, begun=100.0, now=lambda: clock[0])
-  rates = StepRates(unit='tokens', units_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
+  rates = StepRates(unit='tokens', units_per_step=64, flops_per_step=50, peak_flops_per_second=400.0, goodput=goodput)
   goodput.switch('steps')
   clock[0] += 3
   goodput.step(1, is_skipped=False, seconds_waited=1.0)
@@ -33,6 +33,7 @@ def test_rates_count_from_the_last_logged_step(clock):
   assert rates.since_last(21) == {
     'steps_per_second': 2.0,
     'tokens_per_second': 128.0,
+    'flops_per_second': 100.0,
     'host_wait_fraction': 0.4,
     'mfu': 0.25,
   }

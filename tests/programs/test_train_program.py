@@ -22,7 +22,7 @@ EVAL_METRICS = {'step', 'time', 'loss', 'cross_entropy', 'perplexity', 'z_loss',
 EVERY_STEP = EVAL_METRICS | {'loss_weight', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
 EVERY_STEP |= {'padding_waste', 'num_compilations', 'goodput', 'wall_seconds', *(f'badput/{each}' for each in CAUSES)}
 # Not of the first step, which compiles.
-RATES = {'steps_per_second', 'tokens_per_second', 'host_wait_fraction'}
+RATES = {'steps_per_second', 'tokens_per_second', 'flops_per_second', 'host_wait_fraction'}
 
 
 def test_one_line_of_metrics_per_logged_step(finished_job):
