@@ -60,6 +60,7 @@ class Mode:
   help: str
   run: Reference  # `(Command) -> exit code`, see command.py
   flags: tuple[Flag, ...] = ()  # only of this mode; flags.py defines the flags of every mode
+  words: str = ''  # what the arguments without a flag are, such as 'DIR', which are then in `flags.words`; '': none
   remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what to do instead of giving another flag
   # `(argparse.Namespace) -> None`: raises a UserError for contradictory flags; imports nothing heavy.
   check: Reference | None = None

@@ -29,6 +29,10 @@ class _Parser(argparse.ArgumentParser):
   def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
     """Parses a command; exits with a hint for unknown words."""
     parsed, unknown = self.parse_known_args(args, namespace)
+    mode = next((mode for mode in self.modes if mode.name == parsed.mode), None)
+    parsed.words = []
+    if mode is not None and mode.words and not any(word.startswith('-') for word in unknown):
+      parsed.words, unknown = unknown, []
     if unknown:
       self._refuse(' Also: '.join(self._hints(parsed).unknown(unknown)))
     return parsed
@@ -78,7 +82,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     prog='spmd-tasks',
     allow_abbrev=False,
     description='Train, evaluate, decode and serve large JAX models over a device mesh.',
-    epilog='Modes: ' + '; '.join(f'{mode.name}: {mode.help}' for mode in modes) + '.',
+    epilog='Modes: ' + '; '.join(f'{mode.name} {mode.words}'.rstrip() + f': {mode.help}' for mode in modes) + '.',
   )
   parser.modes = modes
   parser.add_argument(

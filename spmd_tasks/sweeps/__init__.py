@@ -11,12 +11,14 @@
     sbatch --array=0-5 --wrap 'spmd-tasks --exp mine.Shapes --mode train --job_log_dir runs/lr --sweep_index'
 
 Each job has its own directory below --job_log_dir, and is an ordinary job with ordinary overrides. `choices.py` lists
-settings, `jobs.py` names them, and `start.py` runs them.
+settings, `jobs.py` names them, and `start.py` runs them. `compare.py` with `compare_page.html` shows jobs beside one
+another, whether or not they are of a sweep.
 """
 
 from typing import Any
 
-from spmd_tasks.extensions import Extension, Flag
+from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import Extension, Flag, Mode
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
@@ -32,8 +34,24 @@ def _expand(flags: Any) -> int | None:
   return start.start(flags)
 
 
+def _check_compare(flags: Any) -> None:
+  if not flags.words:
+    raise UserError("--mode compare needs directories of jobs, or of sweeps: --mode compare runs/lr 'runs/other*'.")
+
+
 EXTENSION = Extension(
   name='sweeps',
+  modes=(
+    Mode(
+      name='compare',
+      words='DIR...',
+      help='shows jobs beside one another: a table, and a page with curves',
+      run='spmd_tasks.sweeps.compare:run',
+      check=_check_compare,
+      prints_result=True,
+      flags=(Flag(name='out', metavar='PATH', help='the HTML page; default: compare.html'),),
+    ),
+  ),
   flags=(
     Flag(name='sweep_list', is_switch=True, help="list the jobs of the experiment's sweep, and exit"),
     Flag(

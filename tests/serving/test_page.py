@@ -1,33 +1,22 @@
 """The page at / in a real browser: Debian's chromium, if it is installed (scripts/setup_browser)."""
 
 import re
-import shutil
 import threading
 import time
 from urllib.parse import urlsplit
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 from spmd_tasks.inputs import ChatTemplate
+from tests import browser as chromium
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import serving
 from tests.serving.test_tool_calls import FINAL, HARMONY_ECHO, HM, tokenizer  # noqa: F401
 
-CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-# Nothing but the page: no updates, no lookups, no profile of an earlier run.
-FLAGS = """
-  --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-  --disable-component-update --disable-sync --window-size=1000,800
-""".split()  # noqa: SIM905
-
-pytestmark = pytest.mark.skipif(
-  not (CHROMIUM and DRIVER), reason='no chromium and chromedriver here: scripts/setup_browser installs them'
-)
+pytestmark = chromium.needed
 
 
 class SlowEngine(FakeEngine):
@@ -46,12 +35,7 @@ def served():
 
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
-  options = webdriver.ChromeOptions()
-  options.binary_location = CHROMIUM
-  for flag in (*FLAGS, f'--user-data-dir={tmp_path_factory.mktemp("chromium")}'):
-    options.add_argument(flag)
-  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
-  with webdriver.Chrome(options, Service(DRIVER)) as browser:
+  with chromium.opened(tmp_path_factory.mktemp('chromium')) as browser:
     yield browser
 
 
