@@ -64,6 +64,19 @@ class Reshape(Operation):
     return Reshape(self.after, self.before)
 
 
+@dataclasses.dataclass(frozen=True)
+class Each(Operation):
+  """Applies an operation to each of several arrays."""
+
+  operations: tuple[Operation, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(operation.apply(array) for operation, array in zip(self.operations, arrays, strict=True))
+
+  def inverse(self) -> 'Each':
+    return Each(tuple(operation.inverse() for operation in self.operations))
+
+
 def split_heads(head_dim: int) -> Reshape:
   """Returns the operation that splits the last dim [H * K] into [H, K], for any H."""
   return Reshape((-1,), (-1, head_dim))

@@ -14,7 +14,7 @@ class _Sizes(HybridLanguageModel):
 
   def block(self, ffn):
     group = super().block(ffn)
-    group.blocks[0].attention.chunk = 4  # of 16 tokens
+    group.blocks[0].attention.chunk_tokens = 4  # of 16 tokens
     return group
 
 

@@ -44,6 +44,7 @@ from spmd_tasks.layers.attention import (
 from spmd_tasks.layers.attention.rotary_scaling import yarn_magnitude
 from spmd_tasks.layers.attention.temperature import Temperature
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.layers.recurrent import GatedDeltaNet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class Kind(NamedTuple):
   windowed: bool = False
   mixed: bool = False
   unrotated: bool = False
+  recurrent: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,25 @@ class Latent:
   nope_head_dim: int
   rope_head_dim: int
   value_head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+  """The settings of GatedDeltaNet, by its names, with `epsilon` of its norm.
+
+  Attributes:
+    has_own_norms: whether blocks with it normalize the inputs of sublayers and not the outputs, while the others
+      normalize the outputs and not the inputs (OLMo Hybrid).
+  """
+
+  num_heads: int
+  num_key_heads: int
+  key_head_dim: int
+  value_head_dim: int
+  conv_size: int = 4
+  max_strength: float = 1.0
+  epsilon: float = 1e-6
+  has_own_norms: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,13 +169,15 @@ class Decoder:
     value_norm: whether values are normalized per head, without scales.
     values_from_keys: whether the values of layers without a window are the projected keys.
     output_scale: whether blocks have a scale of their output.
-    clip_qkv, softmax_scale, sinks: settings of Attention.
+    clip_qkv, softmax_scale, sinks, output_gate: settings of Attention.
     latent: the sizes of LatentAttention; None for Attention.
     window: the attention window of windowed layers.
     windowed: per layer, whether it has the window; () for no layer.
     chunked: whether windowed layers attend within chunks of `window` tokens instead.
     mixture: the mixture of experts of mixed layers.
     mixed: per layer, whether it has experts; () for all layers, if there is a mixture.
+    delta_net: the settings of recurrent layers, which have a GatedDeltaNet in place of attention.
+    recurrent: per layer, whether it is recurrent; () for no layer.
     num_encoder_layers: number of encoder layers; 0 for a decoder-only model.
     encoder_mixed: `mixed` of the encoder.
     num_buckets, max_distance, bias_per_layer: T5's relative position biases.
@@ -204,12 +227,15 @@ class Decoder:
   clip_qkv: float | None = None
   softmax_scale: float | None = None
   sinks: bool = False
+  output_gate: bool = False
   latent: Latent | None = None
   window: int | None = None
   windowed: tuple[bool, ...] = ()
   chunked: bool = False
   mixture: Mixture | None = None
   mixed: tuple[bool, ...] = ()
+  delta_net: DeltaNet | None = None
+  recurrent: tuple[bool, ...] = ()
   num_encoder_layers: int = 0
   encoder_mixed: tuple[bool, ...] = ()
   num_buckets: int | None = None
@@ -221,13 +247,14 @@ class Decoder:
   def __post_init__(self):
     if self.num_labels is not None:
       object.__setattr__(self, 'tied', True)
-    per_layer = dict.fromkeys(('windowed', 'unrotated', 'mixed'), self.num_layers)
+    per_layer = dict.fromkeys(('windowed', 'unrotated', 'mixed', 'recurrent'), self.num_layers)
     for name, num_layers in (per_layer | {'encoder_mixed': self.num_encoder_layers}).items():
       flags = tuple(getattr(self, name)) or (name == 'mixed' and self.mixture is not None,) * num_layers
       if len(flags) != num_layers:
         raise UserError(f'the kinds of {len(flags)} layers are set, but there are {num_layers} layers.')
       object.__setattr__(self, name, flags)
-    for attribute, flags in (('window', self.windowed), ('mixture', self.encoder_mixed + self.mixed)):
+    settings = {'window': self.windowed, 'mixture': self.encoder_mixed + self.mixed, 'delta_net': self.recurrent}
+    for attribute, flags in settings.items():
       if not any(flags):
         object.__setattr__(self, attribute, None)
       elif getattr(self, attribute) is None:
@@ -259,7 +286,7 @@ class Decoder:
       object.__setattr__(self, 'local_rotary', None)
 
 
-_PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing}
+_PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing, 'delta_net': DeltaNet}
 
 
 def decoder_of(fields: Mapping[str, Any]) -> Decoder:
@@ -280,7 +307,8 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Builds the unbound model; it computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  kinds = [Kind(*flags) for flags in zip(decoder.windowed, decoder.mixed, decoder.unrotated, strict=True)]
+  flags = decoder.windowed, decoder.mixed, decoder.unrotated, decoder.recurrent
+  kinds = [Kind(*of_layer) for of_layer in zip(*flags, strict=True)]
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
   parts: dict[str, Any] = {
@@ -336,19 +364,39 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
   settings: dict[str, Any] = {'causal': not encodes}
   if decoder.bias_per_layer:
     settings['position_bias'] = _position_bias(decoder, encodes=encodes)
-  latent = _latent_attention(decoder, dtype) if decoder.latent else None
+  if kind.recurrent:
+    attention: nn.Module = _delta_net(decoder, dtype)
+  elif decoder.latent:
+    attention = _latent_attention(decoder, dtype)
+  else:
+    attention = _attention(decoder, kind, dtype, **settings)
   is_crossed = decoder.num_encoder_layers and not encodes
+  pre_norm, post_norm = block_norms(decoder, is_recurrent=kind.recurrent)
   return TransformerBlock(
-    attention=latent or _attention(decoder, kind, dtype, **settings),
+    attention=attention,
     cross_attention=_attention(decoder, Kind(), dtype, cross=True) if is_crossed else None,
     ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
     norm=norm,
-    pre_norm=decoder.pre_norm,
-    post_norm=decoder.post_norm,
+    pre_norm=pre_norm,
+    post_norm=post_norm,
     parallel=decoder.parallel,
     output_scale=decoder.output_scale,
     residual_multiplier=decoder.residual_multiplier,
   )
+
+
+def block_norms(decoder: Decoder, *, is_recurrent: bool) -> tuple[bool, bool]:
+  """Returns `pre_norm` and `post_norm` of a block."""
+  if is_recurrent and decoder.delta_net is not None and decoder.delta_net.has_own_norms:
+    return True, False
+  return decoder.pre_norm, decoder.post_norm
+
+
+def _delta_net(decoder: Decoder, dtype: str) -> GatedDeltaNet:
+  settings = dict(vars(decoder.delta_net))
+  del settings['has_own_norms']
+  norm = RmsNorm(epsilon=settings.pop('epsilon'), dtype=dtype)
+  return GatedDeltaNet(**settings, out_norm=norm, dtype=dtype)
 
 
 def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Attention:
@@ -371,6 +419,7 @@ def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Att
     softmax_scale=decoder.softmax_scale,
     logit_cap=decoder.attention_cap,
     sinks=decoder.sinks,
+    output_gate=decoder.output_gate,
     use_bias=decoder.qkv_bias,
     out_bias=decoder.out_bias,
     dtype=dtype,

@@ -4,11 +4,19 @@
 differ. So a user's own model is accepted if a family can express it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from spmd_tasks.bridges.huggingface._decoder import NORMS, Decoder, Latent, Mixture, Routing, build_model
+from spmd_tasks.bridges.huggingface._decoder import (
+  NORMS,
+  Decoder,
+  DeltaNet,
+  Latent,
+  Mixture,
+  Routing,
+  build_model,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
@@ -24,6 +32,7 @@ from spmd_tasks.layers import (
 from spmd_tasks.layers.attention import Attention, LatentAttention, LongRopeScaling, Rotary
 from spmd_tasks.layers.moe import MixtureOfExperts
 from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.layers.recurrent import GatedDeltaNet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,8 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   mixture = None
   num_encoder_layers = len(blocks) - len(layer_slots(model.stack))
   attentions = [block.attention for block in blocks[num_encoder_layers:]]
+  recurrent = tuple(isinstance(attention, GatedDeltaNet) for attention in attentions)
+  full = blocks[num_encoder_layers + recurrent.index(False)] if False in recurrent else blocks[0]
   hidden: Any = dense
   if experts is not None:
     hidden = experts.experts if dense is None else dense
@@ -108,7 +119,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
       gates_inputs=experts.experts.gates_inputs,
       row_capacity=experts.row_capacity,
     )
-  own_bias = getattr(attentions[0], 'position_bias', None)
+  own_bias = getattr(full.attention, 'position_bias', None)
   bias = model.position_bias or own_bias
   return Decoder(
     vocab_size=model.embedding.vocab_size,
@@ -130,13 +141,15 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     logits_bias=model.embedding.use_bias,
     logits_cap=model.embedding.logits_cap,
     norm_plus_one=getattr(model.final_norm, 'scale_plus_one', False),
-    pre_norm=blocks[0].pre_norm,
-    post_norm=blocks[0].post_norm,
+    pre_norm=full.pre_norm,
+    post_norm=full.post_norm,
     parallel=blocks[0].parallel,
     output_scale=blocks[0].output_scale,
     positions=None if model.positions is None else model.positions.max_len,
     mixture=mixture,
     mixed=mixed[num_encoder_layers:],
+    delta_net=_guess_delta_net(blocks[num_encoder_layers:], full),
+    recurrent=recurrent,
     num_encoder_layers=num_encoder_layers,
     encoder_mixed=mixed[:num_encoder_layers],
     bias_per_layer=own_bias is not None,
@@ -170,7 +183,21 @@ def _same_fields(cls: Any, layer: Any) -> Any:
   return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
 
 
-def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any]:
+def _guess_delta_net(blocks: Sequence[TransformerBlock], full: TransformerBlock) -> DeltaNet | None:
+  block: Any = next((block for block in blocks if isinstance(block.attention, GatedDeltaNet)), None)
+  if block is None:
+    return None
+  layer, own_norms = block.attention, (block.pre_norm, block.post_norm) != (full.pre_norm, full.post_norm)
+  settings = {field.name: getattr(layer, field.name, None) for field in dataclasses.fields(DeltaNet)}
+  settings['num_key_heads'] = layer.num_key_heads or layer.num_heads
+  return DeltaNet(**settings | {'epsilon': layer.out_norm.epsilon, 'has_own_norms': own_norms})
+
+
+def _guess_attention(layers: Sequence[Any], embed_dim: int) -> dict[str, Any]:
+  """Returns fields of the Decoder, from the `attention` of each block."""
+  attentions = [layer for layer in layers if not isinstance(layer, GatedDeltaNet)]
+  if not attentions:
+    raise UserError('the model has no attention, which every Hugging Face model with recurrent layers has in some.')
   first = attentions[0]
   if isinstance(first, LatentAttention):
     latent = _same_fields(Latent, first)
@@ -185,6 +212,10 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
   rotated = [attention for attention in attentions if attention.rotary is not None] or [first]
   local = next((attention for attention in rotated if attention.window or attention.chunk), None)
   full = next((attention for attention in rotated if not (attention.window or attention.chunk)), rotated[0])
+
+  def per_layer(has: Callable[[Any], bool]) -> tuple[bool, ...]:
+    return tuple(not isinstance(layer, GatedDeltaNet) and has(layer) for layer in layers)
+
   return {
     'num_heads': first.num_heads,
     **sizes,
@@ -195,14 +226,15 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     'local_rotary': None if local is None else _canonical_rotary(local.rotary),
     'qkv_bias': first.use_bias,
     'out_bias': first.use_bias if first.out_bias is None else first.out_bias,
-    'unrotated': tuple(attention.rotary is None for attention in attentions),
+    'unrotated': per_layer(lambda attention: attention.rotary is None),
     'temperature': next((attention.temperature for attention in attentions if attention.temperature), None),
     'qk_norm': _guess_qk_norm(rotated[0]),
     'clip_qkv': first.clip_qkv,
     'softmax_scale': first.softmax_scale,
     'sinks': first.sinks,
+    'output_gate': first.output_gate,
     'window': next(filter(None, windows), None),
-    'windowed': tuple(window is not None for window in windows),
+    'windowed': per_layer(lambda attention: bool(attention.window or attention.chunk)),
     'chunked': any(attention.chunk for attention in attentions),
   }
 
@@ -217,7 +249,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 # Settings that affect how a model is computed, initialised or trained, but not what it computes.
 _IRRELEVANT_SETTINGS = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
-  *('gradient_keys', 'qk_clip'),
+  *('gradient_keys', 'qk_clip', 'chunk_tokens'),
   *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init', 'softmax_init'),
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
@@ -245,7 +277,9 @@ def _collect_settings(value: Any, path: str, embed_dim: int, settings: dict[str,
     return
   settings[path] = getattr(value, 'counterpart', type(value)).__name__
   fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-  if isinstance(value, Attention):  # resolve defaults
+  if isinstance(value, GatedDeltaNet):  # resolve defaults
+    fields['num_key_heads'] = value.num_key_heads or value.num_heads
+  if isinstance(value, Attention):
     fields['num_kv_heads'] = value.num_kv_heads or value.num_heads
     fields['head_dim'] = value.head_dim or embed_dim // value.num_heads
     fields['out_bias'] = value.use_bias if value.out_bias is None else value.out_bias

@@ -47,6 +47,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   SwitchKeys,
   T5FeedForward,
   T5Logits,
+  delta_net_keys,
   ernie_layers,
   experts,
   first_dense,
@@ -313,6 +314,31 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
   )
 
 
+def _qwen_hybrid(*sizes: Any, rope: Entry, keys: tuple[Entry, ...] = (), **settings: Any) -> Family:
+  """Returns a family of Qwen3-Next's kind: recurrent layers and gated attention, with norms of 1 + scale.
+
+  Args:
+    *sizes: the defaults, see `_sizes`.
+    rope: the keys of rotary positions.
+    keys: further keys of the family.
+    **settings: further settings of the Family.
+  """
+  fixed = {'qk_norm': 'head', 'norm_plus_one': True, 'output_gate': True}
+  return Family(
+    keys=(
+      *_sizes(*sizes),
+      FixedKey('hidden_act', 'silu'),
+      rope,
+      attention_bias(),
+      *delta_net_keys(),
+      Key('rms_norm_eps', 'delta_net.epsilon', float, 1e-6),
+      *keys,
+    ),
+    ignored=(r'.*rotary_emb\.inv_freq', r'mtp\..*'),
+    **settings | {'fixed': fixed | settings.get('fixed', {})},
+  )
+
+
 _NEVER: LayerFlag = lambda layer, config: False
 _GEMMA = {'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True}
 _GPT_OSS_YARN = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
@@ -367,6 +393,7 @@ _MINISTRAL_YARN |= {'beta_fast': 32.0, 'beta_slow': 1.0, 'mscale': 1.0, 'mscale_
 _MINISTRAL_YARN |= {'llama_4_scaling_beta': 0.1}
 _COHERE: tuple[Entry, ...] = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
 _COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
+_QWEN35_INERT = ('mamba_ssm_dtype', 'mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings')
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
@@ -1067,6 +1094,41 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={'gated': False},
   ),
+  'qwen3_next': _qwen_hybrid(
+    *(151_936, 2048, 5632, 48, 16, 2, 256),
+    architecture='Qwen3NextForCausalLM',
+    rope=Rope(partial=0.25),
+    keys=(
+      sparse_step(),
+      *experts(
+        *(num_experts_key('num_experts', 512, 'num_local_experts'), 10, ('moe_intermediate_size', 512)),
+        is_normalized=True,
+      ),
+      Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
+    ),
+    fixed={'mixture.shared_gate': True},
+    names=TensorNames(shared='mlp.shared_expert.', delta_net='by_key_head'),
+  ),
+  'qwen3_5_text': _qwen_hybrid(
+    *(248_320, 4096, 12_288, 32, 16, 4, 256),
+    architecture='Qwen3_5ForCausalLM',
+    rope=Rope(partial=0.25, variant='mrope'),
+    keys=_says(attn_output_gate=True),
+    inert=_QWEN35_INERT,
+  ),
+  'qwen3_5_moe_text': _qwen_hybrid(
+    *(248_320, 2048, 1, 40, 16, 2, 256),
+    architecture='Qwen3_5MoeForCausalLM',
+    rope=Rope(partial=0.25, variant='mrope'),
+    keys=(
+      *experts(num_experts_key('num_experts', 256, 'num_local_experts'), 8, ('moe_intermediate_size', 512), None),
+      Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
+      *_says(attn_output_gate=True, norm_topk_prob=True),
+    ),
+    fixed={'mixture.shared_gate': True},
+    names=TensorNames(shared='mlp.shared_expert.'),
+    inert=_QWEN35_INERT,
+  ),
   't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),
   'mt5': _t5('MT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
   'umt5': _t5(
@@ -1093,6 +1155,8 @@ ALIASES = {'kimi_k2': 'deepseek_v3'}
 WRAPPERS = {
   'gemma3': ('Gemma3ForConditionalGeneration', 'gemma3_text'),
   'gemma4': ('Gemma4ForConditionalGeneration', 'gemma4_text'),
+  'qwen3_5': ('Qwen3_5ForConditionalGeneration', 'qwen3_5_text'),
+  'qwen3_5_moe': ('Qwen3_5MoeForConditionalGeneration', 'qwen3_5_moe_text'),
   'mistral3': ('Mistral3ForConditionalGeneration', 'mistral'),
   'llama4': ('Llama4ForConditionalGeneration', 'llama4_text'),
   'kimi_k25': ('KimiK25ForConditionalGeneration', 'deepseek_v3'),
@@ -1117,12 +1181,7 @@ _SPARSE = 'its attention reads only keys that the layer DeepSeek sparse attentio
 # Families of transformers that need a layer of another kind: model type -> the layer, and the nearest family.
 REFUSED = {
   'longt5': ('its encoder attends to local blocks and block summaries', 't5'),
-  'qwen3_next': (_DELTA_NET, 'qwen3_moe'),
-  'qwen3_5': (_DELTA_NET, 'qwen3'),
-  'qwen3_5_text': (_DELTA_NET, 'qwen3'),
-  'qwen3_5_moe': (_DELTA_NET, 'qwen3_moe'),
-  'qwen3_5_moe_text': (_DELTA_NET, 'qwen3_moe'),
-  'olmo_hybrid': (_DELTA_NET, 'olmo3'),
+  'olmo_hybrid': (_DELTA_NET, 'qwen3_next'),
   'kimi_linear': ('some of its layers are the recurrent layer Kimi Delta Attention', 'deepseek_v3'),
   'minimax': ('some of its layers are the recurrent layer Lightning Attention', 'minimax_m2'),
   'gemma3n': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),

@@ -362,6 +362,41 @@ class EqualInLayers:
     return self.key.write(decoder)
 
 
+def delta_net_keys(layout: tuple[int, int, int, int] = (32, 16, 128, 128)) -> tuple[Entry, ...]:
+  """Returns the keys of the recurrent layers of Qwen3-Next and Qwen 3.5, and which layers these are.
+
+  Args:
+    layout: the family's defaults: numbers of heads of values and of keys, sizes of a key and of a value.
+  """
+  names = ('num_heads', 'num_key_heads', 'key_head_dim', 'value_head_dim')
+  keys = ('linear_num_value_heads', 'linear_num_key_heads', 'linear_key_head_dim', 'linear_value_head_dim')
+  return (
+    *(Key(key, f'delta_net.{name}', int, default) for key, name, default in zip(keys, names, layout, strict=True)),
+    Key('linear_conv_kernel_dim', 'delta_net.conv_size', int, 4),
+    recurrent_layers(),
+  )
+
+
+def recurrent_layers() -> PerLayer:
+  """Returns the keys `layer_types` and `full_attention_interval` of hybrids, which say which layers are recurrent."""
+  kinds = {'linear_attention': True, 'full_attention': False}
+
+  def read_flags(config: Config, num_layers: int) -> list[bool]:
+    interval = config.read('full_attention_interval', int, 4)
+    types = read_list(config, 'layer_types', str, num_layers)
+    flags = [interval == 0 or (i + 1) % interval != 0 for i in range(num_layers)]
+    if types is not None and not set(types) - kinds.keys():
+      flags = [kinds[kind] for kind in types]
+    elif types is not None:
+      raise config.error('layer_types', "must name 'linear_attention' or 'full_attention' for each layer")
+    if all(flags):
+      raise config.error('layer_types', 'must have a layer with full attention, as in all models of its family')
+    return flags
+
+  types = {flag: kind for kind, flag in kinds.items()}
+  return PerLayer('recurrent', read_flags, lambda flags: {'layer_types': [types[flag] for flag in flags]})
+
+
 class GraniteLayers:
   """`layer_types` of Granite 4: all layers must have attention."""
 
@@ -653,7 +688,7 @@ class Rope:
     variant: what else is special. 'phi3': the original length is a key of its own, and `su` and `yarn` mean `longrope`.
       'phimoe': the amplitude of `longrope` is `short_mscale` and `long_mscale`. 'hunyuan': `dynamic` has a fixed
       `alpha`. 'ministral': `llama_4_scaling_beta` is the scale of a temperature. 'minimax': `rotary_dim` is the number
-      of features that rotate.
+      of features that rotate. 'mrope': text, image and video have positions of their own, which are equal in texts.
   """
 
   theta: float = 10_000.0
@@ -661,7 +696,7 @@ class Rope:
   partial: float | None = None
   default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   max_length: int = 131_072
-  variant: Literal['phi3', 'phimoe', 'hunyuan', 'ministral', 'minimax'] | None = None
+  variant: Literal['phi3', 'phimoe', 'hunyuan', 'ministral', 'minimax', 'mrope'] | None = None
 
   def read(self, config: Config, known: Values) -> Values:
     parameters = config.read('rope_parameters', dict, {})
@@ -702,6 +737,9 @@ class Rope:
   def _standard(self, parameters: Values, head_dim: int, config: Config) -> tuple[Values, Values]:
     """Returns the parameters without what is special to the family, and the fields of a temperature."""
     parameters, kind = dict(parameters), parameters.get('rope_type') or parameters.get('type')
+    if self.variant == 'mrope':
+      for key in ('mrope_section', 'mrope_interleaved'):
+        parameters.pop(key, None)
     if self.variant == 'phimoe' and kind == 'longrope':
       short, long = parameters.pop('short_mscale', None), parameters.pop('long_mscale', None)
       if type(short) not in _NUMBER or short != long:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 from typing import Literal
 
-from spmd_tasks.bridges._operations import Operation, Reshape, Take, Transpose, split_heads
+from spmd_tasks.bridges._operations import Each, Operation, Reshape, Take, Transpose, split_heads
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
-from spmd_tasks.bridges.huggingface._decoder import NORMS, Decoder
+from spmd_tasks.bridges.huggingface._decoder import NORMS, Decoder, DeltaNet, block_norms
 from spmd_tasks.bridges.huggingface._describe import LayerSlot
 from spmd_tasks.layers import LayerNorm
 from spmd_tasks.layers.feed_forward import LEARNED_ACTIVATIONS
@@ -66,6 +66,7 @@ class TensorNames:
   expert_down: str = 'down_proj'
   fused_experts: tuple[str, str] | None = None
   expert_layout: Literal['halves', 'interleaved', 'transposed'] = 'halves'
+  delta_net: Literal['by_key_head', 'fused', 'separate'] = 'fused'
 
 
 def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
@@ -84,21 +85,24 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     )
     if is_there
   ]
-  block_norms = [
-    (names.attention_norm, 'attention_norm', decoder.pre_norm),
-    (names.ffn_norm, 'ffn_norm', decoder.pre_norm and not decoder.parallel),
-    (names.attention_post_norm, 'attention_post_norm', decoder.post_norm),
-    (names.ffn_post_norm, 'ffn_post_norm', decoder.post_norm),
-  ]
   for theirs, ours in norm_weights:
     yield Rule(f'{names.final_norm}.{theirs}', f'final_norm/{ours}')
   for i, slot in enumerate(layers):
     layer = _LayerRules(names.layer.format(i), slot)
-    for their_norm, our_norm, is_there in block_norms:
+    kind = min(i, decoder.num_layers - 1)  # multi-token prediction heads follow the last layer, and are like it
+    pre_norm, post_norm = block_norms(decoder, is_recurrent=decoder.recurrent[kind])
+    for their_norm, our_norm, is_there in (
+      (names.attention_norm, 'attention_norm', pre_norm),
+      (names.ffn_norm, 'ffn_norm', pre_norm and not decoder.parallel),
+      (names.attention_post_norm, 'attention_post_norm', post_norm),
+      (names.ffn_post_norm, 'ffn_post_norm', post_norm),
+    ):
       for theirs, ours in norm_weights if is_there else ():
         yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
-    kind = min(i, decoder.num_layers - 1)  # multi-token prediction heads follow the last layer, and are like it
-    if decoder.latent is not None:
+    if decoder.recurrent[kind]:
+      assert decoder.delta_net is not None
+      yield from _delta_net(layer, decoder.delta_net, names.delta_net)
+    elif decoder.latent is not None:
       yield from _latent_attention(layer, decoder, names)
     else:
       yield from _attention(layer, decoder, names, is_windowed=decoder.windowed[kind])
@@ -136,6 +140,11 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
   projections = [('query', names.query, rotated), ('key', names.key, rotated), ('value', names.value, ())]
   if decoder.values_from_keys and not is_windowed:
     projections.pop()
+  if decoder.output_gate:  # the rows of a head are its query's, then its gate's
+    del projections[0]
+    for theirs, ours, order in (('weight', 'kernel', (_TRANSPOSE,)), ('bias', 'bias', ()))[: 1 + decoder.qkv_bias]:
+      targets = [f'attention/query/{ours}', f'attention/gate/{ours}']
+      yield layer.rule(f'{names.query}.{theirs}', targets, *order, split_heads(2 * head_dim), _halves(head_dim))
   if names.qkv is not None:
     sizes = tuple(n * head_dim for n in (decoder.num_heads, num_kv_heads, num_kv_heads))
     kernels = [f'attention/{ours}/kernel' for ours, _, _ in projections]
@@ -155,6 +164,61 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
     split = (heads,) if decoder.qk_norm == 'flat' else ()
     yield layer.rule(f'{names.query_norm}.weight', 'attention/query_norm/scale', *split)
     yield layer.rule(f'{names.key_norm}.weight', 'attention/key_norm/scale', *split)
+
+
+def _halves(size: int) -> SplitDim:
+  return SplitDim(-1, (size, size))
+
+
+def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator[Rule]:
+  """Yields the rules of a GatedDeltaNet.
+
+  A `layout` is how files have the rows of the projections: 'separate' as tensors of their own (OLMo Hybrid), 'fused'
+  with queries, keys and values in one (Qwen 3.5), or 'by_key_head' also with gates, all rows of a head of keys together
+  (Qwen3-Next).
+  """
+  num_groups = delta_net.num_key_heads
+  repeats = delta_net.num_heads // num_groups
+  keys, values = split_heads(delta_net.key_head_dim), split_heads(delta_net.value_head_dim)
+  names, heads = ('query', 'key', 'value'), (keys, keys, values)
+  sizes = (*[num_groups * delta_net.key_head_dim] * 2, delta_net.num_heads * delta_net.value_head_dim)
+  kernels, taps = ([f'attention/{name}{kind}' for name in names] for kind in ('/kernel', '_taps'))
+  theirs = 'linear_attn.'
+  if layout == 'by_key_head':
+    of_values = repeats * delta_net.value_head_dim
+    sizes_of_head = (*[delta_net.key_head_dim] * 2, of_values, of_values)
+    same, split = (
+      Reshape((num_groups, -1), (num_groups, -1)),
+      Reshape((num_groups, of_values), (-1, delta_net.value_head_dim)),
+    )
+    order = split_heads(sum(sizes_of_head)), SplitDim(-1, sizes_of_head), Each((same, same, split, split))
+    yield layer.rule(f'{theirs}in_proj_qkvz.weight', [*kernels, 'attention/gate/kernel'], _TRANSPOSE, *order)
+    of_heads = split_heads(2 * repeats), _halves(repeats), Reshape((num_groups, repeats), (-1,))
+    targets = ['attention/strength/kernel', 'attention/step/kernel']
+    yield layer.rule(f'{theirs}in_proj_ba.weight', targets, _TRANSPOSE, *of_heads)
+  elif layout == 'fused':
+    yield layer.rule(f'{theirs}in_proj_qkv.weight', kernels, _TRANSPOSE, SplitDim(-1, sizes), Each(heads))
+    yield layer.rule(f'{theirs}in_proj_z.weight', 'attention/gate/kernel', _TRANSPOSE, values)
+    yield layer.rule(f'{theirs}in_proj_b.weight', 'attention/strength/kernel', _TRANSPOSE)
+    yield layer.rule(f'{theirs}in_proj_a.weight', 'attention/step/kernel', _TRANSPOSE)
+  else:
+    for name, split in zip(names, heads, strict=True):
+      yield layer.rule(f'{theirs}{name[0]}_proj.weight', f'attention/{name}/kernel', _TRANSPOSE, split)
+    yield layer.rule(f'{theirs}g_proj.weight', 'attention/gate/kernel', _TRANSPOSE, values)
+    yield layer.rule(f'{theirs}b_proj.weight', 'attention/strength/kernel', _TRANSPOSE)
+    yield layer.rule(f'{theirs}a_proj.weight', 'attention/step/kernel', _TRANSPOSE)
+  if layout == 'separate':
+    for name, split in zip(names, heads, strict=True):
+      order = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE, split
+      yield layer.rule(f'{theirs}{name[0]}_conv1d.weight', f'attention/{name}_taps', *order)
+  else:
+    order = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE
+    yield layer.rule(f'{theirs}conv1d.weight', taps, *order, SplitDim(-1, sizes), Each(heads))
+  yield layer.rule(f'{theirs}A_log', 'attention/log_rate')
+  yield layer.rule(f'{theirs}dt_bias', 'attention/step_bias')
+  norm, out = ('o_norm', 'o_proj') if layout == 'separate' else ('norm', 'out_proj')
+  yield layer.rule(f'{theirs}{norm}.weight', 'attention/out_norm/scale')
+  yield layer.rule(f'{theirs}{out}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
 
 
 def _latent_attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:

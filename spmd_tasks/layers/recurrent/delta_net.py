@@ -56,7 +56,7 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     use_bias: whether the projections have a bias.
     max_strength: factor of b: above 1, a token may reverse what the state has for its key (OLMo Hybrid has 2).
     out_norm: template of the norm of each head's output.
-    chunk: how many tokens the recurrence computes at once in training, a power of two.
+    chunk_tokens: how many tokens the recurrence computes at once in training, a power of two.
     dtype: of the projections, the convolution and the output.
     init_scale, out_init_scale: FanInNormal's scale for the input projections and for the output projection.
     key_split_dims: of `query` and `key`, and without the first of their taps.
@@ -76,7 +76,7 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   use_bias: bool = False
   max_strength: float = 1.0
   out_norm: RmsNorm = RmsNorm()
-  chunk: int = 64
+  chunk_tokens: int = 64
   dtype: Any = 'float32'
   init_scale: float = 1.0
   out_init_scale: float = 1.0
@@ -101,8 +101,8 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
       )
     if self.conv_size < 2:
       raise UserError(f'conv_size={self.conv_size} must be at least 2, the token itself and the one before it.')
-    if self.chunk < 1 or self.chunk & (self.chunk - 1):
-      raise UserError(f'chunk={self.chunk} must be a power of two, such as 64.')
+    if self.chunk_tokens < 1 or self.chunk_tokens & (self.chunk_tokens - 1):
+      raise UserError(f'chunk_tokens={self.chunk_tokens} must be a power of two, such as 64.')
     super().__post_init__()
 
   @property
@@ -155,7 +155,7 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     first = earlier.get('state')
     if first is None:
       first = jnp.zeros((len(x), self.num_heads, self.key_head_dim, self.value_head_dim), jnp.float32)
-    y, state['state'] = delta_rule(*inputs.values(), *gates, documents, first, chunk=self.chunk)
+    y, state['state'] = delta_rule(*inputs.values(), *gates, documents, first, chunk=self.chunk_tokens)
     if scope.cache is not None:
       scope.cache.write_state(self, state, self._state_split_dims())
 

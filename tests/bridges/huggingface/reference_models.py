@@ -63,6 +63,8 @@ def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any]
     buffers = [item for item in model.named_buffers() if item[0].endswith(('e_score_correction_bias', 'layer_scalar'))]
     for key, value in [*model.named_parameters(), *buffers]:
       value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key or 'scalar' in key))
+      if key.endswith('A_log'):  # slow and fast decays of recurrent layers
+        value += torch.linspace(-8.0, 2.0, len(value))
   return model
 
 

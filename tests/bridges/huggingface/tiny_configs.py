@@ -15,6 +15,9 @@ _LATENT |= {'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_
 _GRANITE = {'embedding_multiplier': 3.0, 'logits_scaling': 0.7, 'residual_multiplier': 0.22}
 _GRANITE |= {'attention_multiplier': 0.15}
 
+_DELTA_NET = {'linear_num_key_heads': 2, 'linear_num_value_heads': 6, 'linear_key_head_dim': 6}
+_DELTA_NET |= {'linear_value_head_dim': 5}
+
 # name -> config; it has a `model_type` if that is not the name.
 CONFIGS: dict[str, dict[str, Any]] = {
   'llama': _SIZES | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'attention_bias': True, 'mlp_bias': True},
@@ -66,6 +69,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
       'long_factor': [2.0, 2.1, 2.2, 2.3, 2.4, 2.5],
     }
   },
+  'qwen3_next': _SIZES
+  | _EXPERTS
+  | _DELTA_NET
+  | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'num_experts': 12, 'moe_intermediate_size': 20}
+  | {'shared_expert_intermediate_size': 28, 'mlp_only_layers': [2], 'norm_topk_prob': False, 'rms_norm_eps': 1e-2},
+  'qwen3_5_text': _SIZES
+  | _DELTA_NET
+  | {'num_hidden_layers': 4, 'tie_word_embeddings': True, 'attention_bias': True, 'linear_conv_kernel_dim': 3}
+  | {'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6, 'partial_rotary_factor': 0.5}},
+  'qwen3_5_moe_text': {key: value for key, value in _SIZES.items() if key != 'intermediate_size'}
+  | _DELTA_NET
+  | {'num_key_value_heads': 1, 'num_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
+  | {'shared_expert_intermediate_size': 28, 'linear_num_key_heads': 3, 'linear_num_value_heads': 3}
+  | {'layer_types': ['linear_attention', 'full_attention', 'linear_attention']},
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
   'gemma': _SIZES | {'num_key_value_heads': 1},
   'gemma4_text': _SIZES

@@ -21,7 +21,7 @@ D, G, H, K, V = 18, 2, 6, 5, 7
 
 def make_layer(**fields):
   return GatedDeltaNet(
-    **{'num_heads': H, 'num_key_heads': G, 'key_head_dim': K, 'value_head_dim': V, 'chunk': 8, **fields}
+    **{'num_heads': H, 'num_key_heads': G, 'key_head_dim': K, 'value_head_dim': V, 'chunk_tokens': 8, **fields}
   )
 
 
@@ -42,7 +42,7 @@ SEGMENT_IDS = np.array([[1] * 6 + [2] * 3 + [3] * 9 + [0] * 3, [4] * 1 + [9] * 1
   [
     ({}, {}),
     ({'num_key_heads': None, 'use_bias': True, 'conv_size': 3}, {}),
-    ({'max_strength': 2.0, 'out_norm': RmsNorm(epsilon=0.1), 'chunk': 64}, {'max_strength': 2.0, 'epsilon': 0.1}),
+    ({'max_strength': 2.0, 'out_norm': RmsNorm(epsilon=0.1), 'chunk_tokens': 64}, {'max_strength': 2.0, 'epsilon': 0.1}),
   ],
   ids=['grouped', 'biases', 'reversing'],
 )
@@ -157,7 +157,7 @@ def test_model_flops_are_those_of_the_formula(rng):
   """Three products with the state of each head and token: S^T k, k r^T and S^T q, whatever the chunks."""
   x = rng.normal(size=(2, LENGTH, D)).astype(np.float32)
   for chunk in (4, 64):
-    layer = make_layer(chunk=chunk)
+    layer = make_layer(chunk_tokens=chunk)
     weights = random_weights(layer, x)
     in_products = sum(w.size for path, w in jax.tree.leaves_with_path(weights) if path[-1].key == 'kernel')
     with layer_scope(plain_products=True):
@@ -170,7 +170,7 @@ def test_model_flops_are_those_of_the_formula(rng):
   [
     ({'num_key_heads': 4}, 'num_heads=6 is not divisible by num_key_heads=4'),
     ({'conv_size': 1}, 'conv_size=1 must be at least 2'),
-    ({'chunk': 48}, 'chunk=48 must be a power of two'),
+    ({'chunk_tokens': 48}, 'chunk_tokens=48 must be a power of two'),
   ],
 )
 def test_refuses_fields_that_do_not_fit(fields, message):
