@@ -3,7 +3,7 @@
 An absent key has the family's default in transformers 5.23.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -83,6 +83,7 @@ class Family:
     constants: tensors of each layer, by name, with a value that is the same in all models.
     table_copies: names of further copies of the embedding table.
     writes_copies: whether exports need the copies if logits are not scaled; `transformers` ties them only if they are.
+    fused_experts: TensorNames.fused_experts of files that have these, 'transposed', in place of a tensor per expert.
     tied_by_files: whether the head is untied if and only if the files have one, whatever config.json says.
   """
 
@@ -98,6 +99,7 @@ class Family:
   constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
   table_copies: tuple[str, ...] = ()
   writes_copies: bool = False
+  fused_experts: tuple[str, str] | None = None
   tied_by_files: bool = False
 
   @property
@@ -108,6 +110,13 @@ class Family:
       stem = self.architecture[: logits.start()] + ('Gemma3Text' if logits[1] else '')
       others |= {f'{stem}ForSequenceClassification': 1, f'{stem}Model': 0}
     return {self.architecture: None, **others}
+
+  def of_files(self, names: Collection[str]) -> 'Family':
+    """Returns the family with the names that files with these tensors have."""
+    if self.fused_experts is None or not any(name.endswith(self.fused_experts) for name in names):
+      return self
+    fused = dataclasses.replace(self.names, fused_experts=self.fused_experts, expert_layout='transposed')
+    return dataclasses.replace(self, names=fused)
 
   def architecture_of(self, decoder: Decoder) -> str:
     """Returns the name of a Decoder's class in `transformers`."""
@@ -1113,7 +1122,7 @@ FAMILIES: dict[str, Family] = {
     *(248_320, 4096, 12_288, 32, 16, 4, 256),
     architecture='Qwen3_5ForCausalLM',
     rope=Rope(partial=0.25, variant='mrope'),
-    keys=_says(attn_output_gate=True),
+    keys=_says(attn_output_gate=True, output_gate_type='swish'),
     inert=_QWEN35_INERT,
   ),
   'qwen3_5_moe_text': _qwen_hybrid(
@@ -1123,10 +1132,11 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *experts(num_experts_key('num_experts', 256, 'num_local_experts'), 8, ('moe_intermediate_size', 512), None),
       Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
-      *_says(attn_output_gate=True, norm_topk_prob=True),
+      *_says(attn_output_gate=True, output_gate_type='swish', norm_topk_prob=True),
     ),
     fixed={'mixture.shared_gate': True},
     names=TensorNames(shared='mlp.shared_expert.'),
+    fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
     inert=_QWEN35_INERT,
   ),
   't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),

@@ -80,6 +80,7 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
     if isinstance(error, UserError):
       raise
     raise UserError(f'{file} has an invalid setting ({error}): download it again.') from error
+  family = family.of_files(tensor_names(path))
   folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
   if family.tied_by_files and (names := tensor_names(path)):
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))

@@ -316,6 +316,6 @@ def _config(
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
   if origin is not None and origin.unused_nextn_tensors and NEXTN_KEY in origin_config:  # these heads are copied
     keys = keys | {NEXTN_KEY: origin_config[NEXTN_KEY]}
-  model_type = next(name for name, known_family in FAMILIES.items() if known_family is family)
+  model_type = next(name for name, known in FAMILIES.items() if known.architecture == family.architecture)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
   return {**settings, **inert, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}

@@ -126,6 +126,17 @@ OLD_GEMMA = CONFIGS['gemma3_text'] | {'rope_theta': 1e6, 'rope_local_base_freq':
     (CONFIGS['cohere2'] | {'use_parallel_block': True, 'sliding_window_pattern': 4}, CONFIGS['cohere2']),
     (CONFIGS['exaone4'] | {'sliding_window_pattern': 'LLLG'}, CONFIGS['exaone4']),
     (CONFIGS['granite'] | {'normalization_function': 'rmsnorm', 'rope_theta': 1e4}, CONFIGS['granite']),
+    (
+      CONFIGS['qwen3_5_text']
+      | {'rope_parameters': {'rope_theta': 1e6, 'mrope_section': [1, 1, 0], 'mrope_interleaved': True}}
+      | {'partial_rotary_factor': 0.5, 'full_attention_interval': 4, 'attn_output_gate': True}
+      | {'mamba_ssm_dtype': 'float32', 'mtp_num_hidden_layers': 1, 'mtp_use_dedicated_embeddings': False},
+      CONFIGS['qwen3_5_text'],
+    ),
+    (
+      CONFIGS['qwen3_next'] | {'full_attention_interval': 2},
+      CONFIGS['qwen3_next'] | {'layer_types': ['linear_attention', 'full_attention'] * 2 + ['linear_attention']},
+    ),
     (CONFIGS['gemma'] | {'hidden_act': 'gelu', 'hidden_activation': 'gelu_pytorch_tanh'}, CONFIGS['gemma']),
   ],
 )
@@ -167,7 +178,13 @@ def test_the_text_model_of_a_multimodal_model(prefix, tmp_path, rng):
     open_folder(tmp_path / 'model')
 
 
-@pytest.mark.parametrize('wrapper, text', [('mistral3', 'ministral3'), ('llama4', 'llama4_text'), ('llava', 'llama')])
+@pytest.mark.parametrize(
+  'wrapper, text',
+  [
+    *(('mistral3', 'ministral3'), ('llama4', 'llama4_text'), ('llava', 'llama')),
+    *(('qwen3_5', 'qwen3_5_text'), ('qwen3_5_moe', 'qwen3_5_moe_text')),
+  ],
+)
 def test_the_text_config_of_other_wrappers(wrapper, text, tmp_path):
   config = {'model_type': wrapper, 'architectures': [WRAPPERS[wrapper][0]], 'vision_config': {}}
   (tmp_path / 'config.json').write_text(json.dumps(config | {'text_config': CONFIGS[text]}))
@@ -183,6 +200,32 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
   folder = open_folder(tmp_path)
   assert folder.decoder == decoder_of(CONFIGS['deepseek_v3'])
   assert folder.family is FAMILIES['deepseek_v3']
+
+
+def test_files_with_all_experts_of_a_layer_in_one_tensor(tmp_path, rng):
+  """As Qwen 3.5 is published; transformers writes a tensor per expert."""
+  model, weights = write_folder(tmp_path / 'model', 'qwen3_5_moe_text', rng)
+  rewrite(tmp_path / 'model', lambda name: name)
+  tensors = load_file(tmp_path / 'model' / 'model.safetensors')
+
+  def take(prefix, name):
+    return np.stack([tensors.pop(f'{prefix}{expert}.{name}_proj.weight') for expert in range(12)])
+
+  for layer in range(3):
+    prefix = f'model.layers.{layer}.mlp.experts.'
+    gate_up = np.concatenate([take(prefix, 'gate'), take(prefix, 'up')], axis=1)
+    tensors |= {f'{prefix}gate_up_proj': gate_up, f'{prefix}down_proj': take(prefix, 'down')}
+  tensors['mtp.fc.weight'] = np.zeros((2, 2), np.float32)  # transformers ignores it
+  save_file(tensors, tmp_path / 'model' / 'model.safetensors')
+  folder = open_folder(tmp_path / 'model')
+  read = folder.lazy_weights(model, abstract_weights(model))
+  for key, value in weights.items():
+    np.testing.assert_array_equal(np.asarray(read[key]), value, err_msg=key)
+  export_folder(tmp_path / 'again', model, read, origin=folder)
+  again = load_file(tmp_path / 'again' / 'model.safetensors')
+  assert again.keys() == tensors.keys() - {'mtp.fc.weight'}
+  for key, value in again.items():
+    np.testing.assert_array_equal(value, tensors[key], err_msg=key)
 
 
 def test_a_model_with_few_positions_has_rows_of_as_many_tokens(tmp_path, rng):
@@ -215,8 +258,8 @@ CHANGES = {
   'experts beside a network': (CONFIGS['gemma4_text'] | {'enable_moe_block': True}, 'each with norms of its own'),
   'an unknown family': ({'model_type': 'qwen9', 'architectures': ['Qwen9ForCausalLM']}, 'The nearest by name is qwen'),
   'a family with another layer': (
-    {'model_type': 'qwen3_next', 'architectures': ['Qwen3NextForCausalLM']},
-    'Gated DeltaNet. The nearest family that is read is qwen3_moe (Qwen3MoeForCausalLM).',
+    {'model_type': 'kimi_linear', 'architectures': ['KimiLinearForCausalLM']},
+    'Kimi Delta Attention. The nearest family that is read is deepseek_v3 (DeepseekV3ForCausalLM).',
   ),
   'a hybrid': (
     {'model_type': 'granitemoehybrid', 'architectures': None, 'layer_types': ['linear_attention', 'attention'] * 2},
@@ -393,4 +436,4 @@ def test_gates_are_divided_by_their_sum_as_in_transformers():
   """Logits of these families are only compared with --all."""
   mixtures = {name: mixture for name in CONFIGS if (mixture := decoder_of(CONFIGS[name]).mixture)}
   not_summed = {name for name, mixture in mixtures.items() if mixture.routing.normalize_gates is None}
-  assert not_summed == {'olmoe', 'flex_olmo', 'deepseek_v2', 'qwen2_moe', 'llama4_text', 'phimoe'}
+  assert not_summed == {'olmoe', 'flex_olmo', 'deepseek_v2', 'qwen2_moe', 'qwen3_next', 'llama4_text', 'phimoe'}
