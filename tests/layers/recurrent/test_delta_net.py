@@ -42,7 +42,10 @@ SEGMENT_IDS = np.array([[1] * 6 + [2] * 3 + [3] * 9 + [0] * 3, [4] * 1 + [9] * 1
   [
     ({}, {}),
     ({'num_key_heads': None, 'use_bias': True, 'conv_size': 3}, {}),
-    ({'max_strength': 2.0, 'out_norm': RmsNorm(epsilon=0.1), 'chunk_tokens': 64}, {'max_strength': 2.0, 'epsilon': 0.1}),
+    (
+      {'max_strength': 2.0, 'out_norm': RmsNorm(epsilon=0.1), 'chunk_tokens': 64},
+      {'max_strength': 2.0, 'epsilon': 0.1},
+    ),
   ],
   ids=['grouped', 'biases', 'reversing'],
 )
