@@ -82,6 +82,7 @@ class OptimizerSettings(Optimizer):
       'weight_decay': (lambda decay: decay >= 0, '0 or more'),
       'epsilon': (lambda epsilon: epsilon > 0, 'more than 0, because a gradient may be exactly 0'),
       'momentum_dtype': (lambda dtype: jnp.issubdtype(jnp.dtype(dtype), jnp.floating), 'float32 or bfloat16'),
+      'second_moment_dtype': (lambda dtype: dtype in ('float32', 'bfloat16'), 'float32 or bfloat16'),
       'decay_exempt_tags': (lambda tags: not isinstance(tags, str), 'a tuple of tags'),
       'base_width': (lambda width: width is None or width >= 1, '1 or more, or None for one learning rate'),
     }
@@ -149,12 +150,23 @@ class AdamW(OptimizerSettings):
     beta1, beta2: decays of the first and of the second moment.
     epsilon: added to the root of the second moment.
     momentum_dtype: dtype of the stored first moment.
+    second_moment_dtype: dtype of the stored second moment: float32, or bfloat16, rounded at random so that the average
+      moves as far as in float32.
   """
 
   beta1: float = 0.9
   beta2: float = 0.999
   epsilon: float = 1e-8
   momentum_dtype: str = 'float32'
+  second_moment_dtype: str = 'float32'
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    return [scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)]
+    return [
+      scale_by_adam(
+        beta1=self.beta1,
+        beta2=self.beta2,
+        epsilon=self.epsilon,
+        momentum_dtype=self.momentum_dtype,
+        second_moment_dtype=self.second_moment_dtype,
+      )
+    ]

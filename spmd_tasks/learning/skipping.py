@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -47,12 +48,20 @@ def chain(*transformations: optax.GradientTransformation) -> SkippableTransforma
   return SkippableTransformation(*optax.chain(*map(skippable, transformations)))
 
 
-def scale_by_adam(*, beta1: float, beta2: float, epsilon: float, momentum_dtype: str) -> SkippableTransformation:
+def scale_by_adam(
+  *, beta1: float, beta2: float, epsilon: float, momentum_dtype: str, second_moment_dtype: str = 'float32'
+) -> SkippableTransformation:
   """A skippable `optax.scale_by_adam` (Kingma and Ba, arXiv 1412.6980) with the same state.
 
   The arguments are AdamW's fields; the direction is always float32.
   """
-  init = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon, mu_dtype=jnp.dtype(momentum_dtype)).init
+
+  def init(weights: Any) -> optax.ScaleByAdamState:
+    mu, nu = (
+      jax.tree.map(lambda w, dtype=dtype: jnp.zeros(w.shape, dtype), weights)
+      for dtype in (momentum_dtype, second_moment_dtype)
+    )
+    return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=mu, nu=nu)
 
   def update(
     grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
@@ -67,7 +76,39 @@ def scale_by_adam(*, beta1: float, beta2: float, epsilon: float, momentum_dtype:
     mu_correction, nu_correction = 1 - beta1**count, 1 - beta2**count
     directions = jax.tree.map(lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + epsilon), mu, nu)
     stored_mu = jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu)
+    if second_moment_dtype != 'float32':
+      leaves, treedef = jax.tree.flatten(nu)
+      nu = treedef.unflatten(round_randomly(x, seed=count, stream=i) for i, x in enumerate(leaves))
     kept_count = keep_if_finite(is_finite, count, state.count)
     return directions, optax.ScaleByAdamState(count=kept_count, mu=stored_mu, nu=nu)
 
   return SkippableTransformation(init, update)
+
+
+def round_randomly(x: jax.Array, *, seed: jax.Array, stream: int) -> jax.Array:
+  """Rounds float32 numbers to bfloat16, up or down at random, so that the expected value of the result is x.
+
+  A moving average that is rounded to the nearest number stops moving once a step is smaller than half the distance of
+  two numbers, 1/512 of a value. Numbers that bfloat16 has do not change.
+
+  Args:
+    x: finite, float32 [...].
+    seed: int32 scalar, such as the step; other seeds give other random numbers.
+    stream: the same for numbers that share no randomness, such as the index of the array.
+
+  Returns bfloat16 [...], the same on every mesh: the random bits are a hash (Wellons' lowbias32) of the position.
+  """
+  # The position in row-major order, modulo 2 ** 32.
+  position = jnp.zeros(x.shape, jnp.uint32)
+  for dim, size in enumerate(x.shape):
+    position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+  bits = position * np.uint32(0x9E3779B9) + _hash(seed.astype(jnp.uint32) ^ np.uint32(stream << 20))
+  noise = _hash(bits) >> 16  # 16 bits, as many as bfloat16 lacks
+  rounded = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
+  return jax.lax.bitcast_convert_type(rounded, jnp.float32).astype(jnp.bfloat16)
+
+
+def _hash(x: jax.Array) -> jax.Array:
+  x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+  x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+  return x ^ (x >> 16)

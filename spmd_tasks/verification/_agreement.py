@@ -9,6 +9,8 @@ one unit in the last place. The largest change of a leaf is its *spread*, and a 
 
     SPREADS x spread + ROUNDINGS x epsilon x the leaf's largest entry
 
+and for a leaf that is stored in 16 bits, up to the distance of two of its numbers more.
+
 A leaf whose allowance exceeds MAX_SHARE of its largest entry is not compared in that step, which is reported. Larger
 perturbations in more directions detect whether a step jumps, such as at a tie between experts.
 """
@@ -30,6 +32,7 @@ Notes = MutableMapping[str, dict[str, None]]  # what was not compared: kind, suc
 SPREADS, ROUNDINGS = 16.0, 64.0
 MAX_SHARE = 1e-3
 FLOAT32 = 2.0**-23  # the rounding unit
+_STORED = {'bfloat16': 2.0**-7, 'float16': 2.0**-10}  # the largest relative distance of two neighbors
 # A leaf much smaller than the largest leaf of its kind may be all noise. Its allowance may be this share of that leaf.
 _MAX_SHARE_OF_LARGEST = 1e-5
 
@@ -133,7 +136,8 @@ def compare(
       noise.append(name)
       continue
     scale = (scales or {}).get(name, sizes[name])
-    allowed = allowed_spread + ROUNDINGS * epsilon * scale
+    # Numbers that differ in their last bits may be stored as neighbors.
+    allowed = allowed_spread + ROUNDINGS * epsilon * scale + _STORED.get(value.dtype.name, 0.0) * scale
     difference = max_difference(value, other[name])
     differences.append(Difference(step=step, leaf=name, difference=difference, allowed=allowed))
   too_large = sorted((d for d in differences if d.difference > d.allowed), key=_share_of_allowed, reverse=True)

@@ -215,6 +215,8 @@ def _adamw(optimizer: AdamW, gradients: Any, state: Any, weights: Any, specs: An
 
   directions = jax.tree_util.tree_map_with_path(direction, specs, mu, nu, weights)
   stored = jax.tree.map(lambda m, old: m.astype(np.asarray(old).dtype), mu, moments.mu)
+  # A second moment in bfloat16 is rounded at random: the nearest number is at most one step away.
+  nu = jax.tree.map(lambda v, old: v.astype(np.asarray(old).dtype) if old.dtype != np.float32 else v, nu, moments.nu)
   return directions, (moments._replace(count=np.int32(count), mu=stored, nu=nu), *rest)
 
 

@@ -12,6 +12,7 @@ import pytest
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, AdamW, FromOptax, Learner
 from spmd_tasks.learning.optimizers import decay_mask
+from spmd_tasks.learning.skipping import round_randomly
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import leaves_by_name, weight_specs
 
@@ -113,6 +114,7 @@ def test_decay_exempt_tags_exempt_weights(rng):
     (lambda: AdamW(learning_rate=0.1, beta2=1.0), r'AdamW.beta2 is 1.0; .*\[0, 1\)'),
     (lambda: AdamW(learning_rate=0.1, weight_decay=-0.1), 'AdamW.weight_decay is -0.1'),
     (lambda: Adafactor(learning_rate=0.1, momentum_dtype='int8'), "Adafactor.momentum_dtype is 'int8'"),
+    (lambda: AdamW(learning_rate=0.1, second_moment_dtype='float16'), "second_moment_dtype is 'float16'; .*bfloat16"),
     (lambda: AdamW(learning_rate=0.1, decay_exempt_tags='no_decay'), 'tuple of tags'),
   ],
 )
@@ -146,3 +148,39 @@ def test_weights_of_linen_layers_decay_by_name_and_rank():
     np.testing.assert_array_equal(new['norm']['scale'], np.ones(4))
     np.testing.assert_array_equal(new['attention']['query']['bias'], np.ones((2, 2)))
     np.testing.assert_allclose(new['in']['kernel'], np.full((4, 4), 0.95), rtol=1e-6)
+
+
+def test_random_rounding_has_the_right_mean_on_every_mesh(rng):
+  x = np.float32(rng.uniform(1, 2, size=(6, 8, 512)))
+  step_of_bfloat16 = 2.0**-7
+  rounded = jax.jit(lambda x, seed: round_randomly(x, seed=seed, stream=3))
+  draws = [np.asarray(rounded(x, jnp.int32(seed))).astype(np.float64) for seed in range(64)]
+  assert max(np.abs(draw - x).max() for draw in draws) < step_of_bfloat16
+  # 64 draws of each of 24,576 numbers: the standard error of the mean of all is a thousandth of bfloat16's step.
+  assert abs(np.mean(np.array(draws) - x)) < 2e-3 * step_of_bfloat16
+  assert np.corrcoef((draws[0] - x).ravel(), (draws[1] - x).ravel())[0, 1] < 0.03  # other seeds, other numbers
+  assert np.corrcoef((draws[0] - x).ravel()[1:], (draws[0] - x).ravel()[:-1])[0, 1] < 0.03
+  np.testing.assert_array_equal(rounded(draws[0].astype(np.float32), jnp.int32(9)), draws[0])
+  mesh = jax.make_mesh((2, 4), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P('a', 'b')))
+  np.testing.assert_array_equal(rounded(sharded, jnp.int32(5)), draws[5])
+
+
+def test_a_second_moment_in_bfloat16_follows_float32(rng):
+  """With beta2 = 0.999 a step is at most 0.1% of the average: rounded to the nearest number, it would hardly move."""
+  grads = [{name: rng.normal(size=spec.shape) for name, spec in SPECS.items()} for _ in range(40)]
+  weights = {name: jnp.asarray(rng.normal(size=spec.shape), jnp.float32) for name, spec in SPECS.items()}
+  moments = []
+  for dtype in ('float32', 'bfloat16'):
+    learner = Learner(optimizer=AdamW(learning_rate=1e-3, second_moment_dtype=dtype))
+    update = jax.jit(
+      lambda g, step, state, w, learner=learner: learner.update(g, jnp.float32(1), step, state, w, SPECS)
+    )
+    state, w = learner.init(weights, SPECS), weights
+    for step in range(1600):
+      w, state, _ = update(grads[step % 40], jnp.int32(step), state, w)
+    moments.append(jax.tree.map(lambda x: np.asarray(x, np.float64), state.opt_state[0].nu))
+    assert {x.dtype.name for x in jax.tree.leaves(state.opt_state[0].nu)} == {dtype}
+  ratios = np.concatenate([(moments[1][name] / moments[0][name]).ravel() for name in SPECS])
+  np.testing.assert_allclose(ratios, 1, atol=0.1)
+  np.testing.assert_allclose(ratios.mean(), 1, atol=0.01)
