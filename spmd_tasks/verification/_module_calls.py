@@ -9,16 +9,20 @@ the difference; if its output is the first, then its own code did.
 
 Only arrays of numbers per token are recorded, [B, T, ...], in the order of the text. A pipeline on several stages
 discards what its blocks record, so there a stack is one module; a stack that gets the tokens in another order
-(`balances_tokens`) is part of the model, and so are the modules of an NNX model.
+(`balances_tokens`) is part of the model. An NNX module within a transformation of JAX is part of the module around it.
 
 Shapes: B rows, T sequence; also S sequence of an encoder.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
-from typing import Any
+import sys
+import threading
+from typing import Any, NamedTuple
 
 from flax import errors, traverse_util
 import flax.linen as nn
@@ -46,7 +50,7 @@ class ModuleCalls:
     self._place, self._shape, self._recorder = runner.place, batch['ids'].shape, recorder
 
     def predict(variables: Any, batch: Any) -> Any:
-      with nn.intercept_methods(recorder):
+      with nn.intercept_methods(recorder), _intercepted_nnx(recorder):
         predictions, updates = runner.task.predict(variables, batch, mutable=[_COLLECTION])
       return predictions, updates.get(_COLLECTION, {})
 
@@ -94,12 +98,24 @@ class _Record:
   num_dims: int
 
 
+class _Caller(NamedTuple):
+  """A layer that is being called, the Linen module that stores its values, and names of NNX modules by id."""
+
+  module: nn.Module
+  layer: str
+  nnx_names: Mapping[int, str] = {}
+
+
+def _layer_name(path: str, module: Any) -> str:
+  return f'{path or "the model"} ({type(module).__name__})'
+
+
 class _Recorder:
   """Intercepts calls of Linen modules, and stores what they get and return as variables of the modules."""
 
   def __init__(self, shapes: frozenset[tuple[int, ...]]):
     self.records: dict[str, _Record] = {}
-    self._shapes, self._callers = shapes, list[str]()
+    self._shapes, self._callers = shapes, list[_Caller]()
 
   def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     module = context.module
@@ -107,14 +123,29 @@ class _Recorder:
     is_method = hasattr(type(module), context.method_name) and context.method_name != 'setup'
     if module.scope is None or not is_method:
       return next_fun(*args, **kwargs)
-    layer = f'{"/".join(module.path) or "the model"} ({type(module).__name__})'
-    self._store(module, self._callers[-1] if self._callers else layer, (args, kwargs))
-    self._callers.append(layer)
+    return self._call(_Caller(module, _layer_name('/'.join(module.path), module)), next_fun, args, kwargs)
+
+  def call_nnx(self, module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a method of an NNX module; the Linen module around it stores what it gets and returns."""
+    caller = self._callers[-1]
+    names = caller.nnx_names or {
+      id(child): '/'.join(map(str, path)) for path, child in sys.modules['flax.nnx'].iter_modules(module)
+    }
+    layer = _layer_name(names.get(id(module), '...'), module)
+    return self._call(_Caller(caller.module, layer, names), functools.partial(function, module), args, kwargs)
+
+  @property
+  def is_called(self) -> bool:
+    return bool(self._callers)
+
+  def _call(self, called: '_Caller', function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    self._store(called.module, (self._callers[-1] if self._callers else called).layer, (args, kwargs))
+    self._callers.append(called)
     try:
-      returned = next_fun(*args, **kwargs)
+      returned = function(*args, **kwargs)
     finally:
       self._callers.pop()
-    self._store(module, layer, returned)
+    self._store(called.module, called.layer, returned)
     return returned
 
   def _store(self, module: nn.Module, layer: str, values: Any) -> None:
@@ -128,3 +159,34 @@ class _Recorder:
           errors.JaxTransformError
         ):  # within a transformation of JAX that Linen does not know of
           module.put_variable(_COLLECTION, key, x)
+
+
+@contextlib.contextmanager
+def _intercepted_nnx(recorder: _Recorder) -> Iterator[None]:
+  """Context in which the recorder also gets the calls of NNX modules; other threads may trace models meanwhile."""
+  if 'flax.nnx' not in sys.modules:  # importing it takes a second
+    yield
+    return
+  thread, classes, calls = threading.get_ident(), [sys.modules['flax.nnx'].Module], {}
+  while classes:
+    nnx_class = classes.pop()
+    classes += nnx_class.__subclasses__()
+    if inspect.isfunction(call := vars(nnx_class).get('__call__')):
+      calls[nnx_class] = call
+
+  def intercepted(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+      if threading.get_ident() != thread or not recorder.is_called:
+        return call(module, *args, **kwargs)
+      return recorder.call_nnx(module, call, args, kwargs)
+
+    return run
+
+  for nnx_class, call in calls.items():
+    nnx_class.__call__ = intercepted(call)
+  try:
+    yield
+  finally:
+    for nnx_class, call in calls.items():
+      nnx_class.__call__ = call

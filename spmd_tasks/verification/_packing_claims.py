@@ -265,10 +265,13 @@ class _Documents:
     if isinstance(self._runner.task.model, LanguageModel):
       return
     batch = self._rows.batch
-    one_segment = {name: np.ones_like(x) if name.endswith('segment_ids') else x for name, x in batch.items()}
-    first, second = (self._calls.predictions(self._states[''], x) for x in (batch, one_segment))
+    one_document = {
+      name: np.ones_like(x) if name.endswith('segment_ids') else np.zeros_like(x) if name.endswith('segment_pos') else x
+      for name, x in batch.items()
+    }
+    first, second = (self._calls.predictions(self._states[''], x) for x in (batch, one_document))
     if all(np.array_equal(x, second[name]) for name, x in first.items()):
-      raise UserError('the model does not read segment_ids, so it does not separate documents.')
+      raise UserError('the model reads neither segment_ids nor segment_pos, so it does not separate documents.')
 
   @functools.cached_property
   def _calls(self) -> ModuleCalls:

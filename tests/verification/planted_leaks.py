@@ -9,13 +9,15 @@ import dataclasses
 import functools
 
 import fiddle as fdl
+from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
-from spmd_tasks.layers import FanInNormal, declare_weight
+from spmd_tasks import Task
+from spmd_tasks.layers import FanInNormal, LanguageModelLoss, declare_weight
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.base import WithSublayers
 from spmd_tasks.recipes import SyntheticLanguageModel
@@ -278,3 +280,37 @@ class ConvolutionWithRule(nn.Module, kw_only=True):
 class Backward(Packed):
   def mixer(self):
     return fdl.Config(ConvolutionWithRule, leaks=self.leaks)
+
+
+# 11. A model of NNX modules, one of which is a convolution that crosses a border.
+
+
+class NnxConvolution(nnx.Module):
+  def __init__(self, width: int, leaks: bool, *, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(0.5 * rngs.params.normal((2, width)))
+    self.leaks = leaks
+
+  def __call__(self, x, segment_pos):
+    previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    if not self.leaks:
+      previous = jnp.where(segment_pos[..., None] > 0, previous, 0)  # <-
+    return x * self.kernel[None, None, 0] + previous * self.kernel[None, None, 1]
+
+
+class NnxLanguageModel(nnx.Module):
+  def __init__(self, vocab_size: int, width: int, leaks: bool, *, rngs: nnx.Rngs):
+    self.embedding = nnx.Embed(vocab_size, width, rngs=rngs)
+    self.mixers = nnx.List([NnxConvolution(width, leaks and number == 1, rngs=rngs) for number in range(2)])
+    self.logits = nnx.Linear(width, vocab_size, rngs=rngs)
+
+  def __call__(self, ids, segment_ids, segment_pos):
+    x = self.embedding(ids)
+    for mixer in self.mixers:
+      x = x + mixer(x, segment_pos)
+    return {'logits': self.logits(jnp.where(segment_ids[..., None] > 0, x, 0))}
+
+
+class Nnx(Packed):
+  def task(self):
+    model = functools.partial(NnxLanguageModel, self.vocab_size, self.model_dims, self.leaks)
+    return Task(model=model, loss=LanguageModelLoss(), learner=optax.adamw(0.01))

@@ -22,6 +22,7 @@ LAYERS = {
   'Forgetful': MIXER.format('Recurrence'),
   'Halo': MIXER.format('HaloConvolution'),
   'Backward': 'the backward pass of stack/layers/mixer',
+  'Nnx': 'mixers/1 (NnxConvolution)',
   'LossAcross': 'the loss (NextTokenLoss)',
 }
 
@@ -70,7 +71,8 @@ globals().update(SOUND)  # configs name classes by their module
 
 # The other layers hold as these do, on one device and with a convolution over devices.
 @pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ('Halo', 'LossAcross'))) for name in LAYERS]
+  'name',
+  [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ('Halo', 'LossAcross', 'Nnx'))) for name in LAYERS],
 )
 def test_the_claim_holds_without_the_leak(name):
   verdict = decide(SOUND[name], 2 if name == 'Halo' else 1)
