@@ -29,6 +29,7 @@ from spmd_tasks.layers.moe import (
   TopKRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.layers.recurrent import GatedDeltaNet
 from spmd_tasks.learning import Adafactor, AdamW, FromOptax, MultiOptimizer, Muon
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.verification.formed_text import FORMS, FormedText
@@ -65,6 +66,11 @@ class RandomExperiment(SyntheticLanguageModel):
   accumulation: str = 'mean'
 
   ffn_kind: str = 'gated'  # plain, gated, dropless, einsum, gather, expert_choice
+  is_recurrent: bool = False  # each layer is one with a recurrence, and one with attention
+  num_value_heads: int = 2
+  num_key_heads: int = 1
+  value_head_dim: int = 4
+  chunk_tokens: int = 64
   is_grouped: bool = False  # each layer is a dense block and one with `ffn_kind`
   num_experts: int = 4
   num_selected: int = 2
@@ -158,6 +164,16 @@ class RandomExperiment(SyntheticLanguageModel):
     block = self.block(self.ffn())
     if self.is_grouped:
       block = fdl.Config(BlockGroup, blocks=(self.block(super().ffn()), block))
+    if self.is_recurrent:
+      net = fdl.Config(
+        GatedDeltaNet,
+        num_heads=self.num_value_heads,
+        num_key_heads=self.num_key_heads,
+        key_head_dim=6,
+        value_head_dim=self.value_head_dim,
+        chunk_tokens=self.chunk_tokens,
+      )
+      block = fdl.Config(BlockGroup, blocks=(fdl.copy_with(block, attention=net), block))
     stack = super().stack()
     stack.block = block
     if self.schedule is None:
@@ -244,6 +260,21 @@ def _clipped_adam(learning_rate: float) -> optax.GradientTransformation:
 
 def draw_settings(rng: random.Random) -> Settings:
   """Draws the settings of an experiment that do not depend on the layout. Most dims are not divisible by mesh axes."""
+  settings = _draw_settings(rng)
+  if not settings.get('is_grouped') and rng.random() < 0.25:
+    key_heads = rng.choice([1, 2, 3])
+    settings |= {
+      'is_recurrent': True,
+      'num_layers': min(settings['num_layers'], 3),
+      'num_key_heads': key_heads,
+      'num_value_heads': key_heads * rng.choice([1, 2, 3]),
+      'value_head_dim': rng.choice([3, 4, 10]),
+      'chunk_tokens': rng.choice([2, 4, 64]),
+    }
+  return settings
+
+
+def _draw_settings(rng: random.Random) -> Settings:
   heads, kv_share = rng.choice([(2, 1), (3, 1), (4, 2), (3, 3), (6, 3), (4, 4)])
   batch_size, length = rng.choice([8, 8, 12, 16, 6, 3, 4, 5, 7, 9]), rng.choice([8, 8, 7])
   settings: Settings = {
