@@ -31,7 +31,7 @@ from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.arrays import num_bytes
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, gather, primary_decides
 from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog
 from spmd_tasks.errors import UserError
@@ -484,6 +484,9 @@ class LogMetrics(TrainHook):
     }
     progress = progress_of(run.job.train_input, run.loop.outcome_input_state)
     rates = self._rates.since_last(outcome.step, progress.get('batch_size', self._batch_size) / self._batch_size)
+    if jax.process_count() > 1 and rates:  # devices wait for the slowest host
+      waits = gather(rates['host_wait_fraction'], 'host_waits', limit_s=run.limit_s)
+      rates |= {'host_wait_fraction': max(waits), 'slowest_host': waits.index(max(waits))}
     return metrics | rates | run.goodput.metrics() | progress | run.metrics | counts
 
 

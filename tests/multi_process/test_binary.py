@@ -60,6 +60,9 @@ def test_rows_of_plain_data_count_once_on_any_number_of_processes(tmp_path):
   ranks = train(tmp_path, shared, exp='Plain')
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
   assert len(losses(alone)) == 12
+  lines = list(read_jsonl(shared).values())[6:]  # those of the two processes with rates
+  assert {line['slowest_host'] for line in lines} <= {0, 1}
+  assert all(0 <= line['host_wait_fraction'] <= 1 for line in lines)
   np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-5)
   evals = [read_jsonl(directory / 'eval' / 'valid')[12] for directory in (alone, shared)]
   np.testing.assert_allclose(evals[0]['loss'], evals[1]['loss'], rtol=1e-5)
