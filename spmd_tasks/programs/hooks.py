@@ -42,7 +42,13 @@ from spmd_tasks.inputs.base import progress_of, source_names
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.evaluator import Evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput, steady_now
-from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, CheckpointRecord
+from spmd_tasks.programs.job_directory import (
+  CONFIG_FILE,
+  PARAMETERS_FILE,
+  STARTUP_FILE,
+  TRACKERS_FILE,
+  CheckpointRecord,
+)
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.trackers import tracker_classes
 from spmd_tasks.programs.training_loop import Outcome, TrainingLoop, is_spike
@@ -338,7 +344,7 @@ class Track(TrainHook):
     self._eval_step = run.first_step
     path = run.job_log_dir / TRACKERS_FILE
     ids = json.loads(read_text(path)) if path.exists() else {}
-    config = json.loads(read_text(run.job_log_dir / 'config.json'))['config']
+    config = json.loads(read_text(run.job_log_dir / CONFIG_FILE))['config']
     directory = tempfile.mkdtemp(prefix='spmd_tasks_') if is_remote(run.job_log_dir) else str(run.job_log_dir)
     for name, tracker_class in self._classes.items():
       with self._drop_if_it_fails(run, name):
@@ -440,6 +446,9 @@ class LogMetrics(TrainHook):
     """Opens the metric files. All processes must call it."""
     self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
     run.stack.callback(self._writer.close)
+    if is_primary():
+      config = json.loads(read_text(run.job_log_dir / CONFIG_FILE))
+      self._writer.write_settings(config.get('overrides', {}))
     spec = run.model.input_layout.spec
     unit, number = count_batch(spec)
     self._batch_size = max(x.shape[0] for x in spec.values() if x.shape)

@@ -202,6 +202,15 @@ class TensorBoardWriter:
 
     self._write(step, [text_pb(tag, text) for tag, text in texts.items()])
 
+  def write_settings(self, settings: Mapping[str, Any]) -> None:
+    """Writes settings for TensorBoard's "HParams", which compares the runs of a directory by them."""
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+    values = {
+      path: value if isinstance(value, bool | int | float | str) else str(value) for path, value in settings.items()
+    }
+    self._write(0, [hparams_pb(values)])
+
   def _write(self, step: int, summaries: Sequence[Any]) -> None:
     from tensorboard.compat.proto import event_pb2, summary_pb2
 
@@ -248,6 +257,12 @@ class MultiWriter:
     for writer in self._writers:
       if values and isinstance(writer, TensorBoardWriter):
         writer.write_histograms(step, values)
+
+  def write_settings(self, settings: Mapping[str, Any]) -> None:
+    """Writes settings to event files only; config.json has them."""
+    for writer in self._writers:
+      if settings and isinstance(writer, TensorBoardWriter):
+        writer.write_settings(settings)
 
   def close(self) -> None:
     for writer in self._writers:

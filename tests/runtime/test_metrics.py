@@ -97,6 +97,20 @@ def test_texts(tmp_path):
   assert events.SummaryMetadata('sample_02').plugin_data.plugin_name == 'text'
 
 
+def test_settings_are_hparams(tmp_path):
+  """As TensorBoard's own plugin reads them."""
+  from tensorboard.plugins.hparams import metadata
+
+  writer = make_writer(epath.Path(tmp_path), trackers=('tensorboard',), primary=True)
+  writer.write_settings({'learning_rate': 0.1, 'seed': 3, 'shape': [1, 2], 'init_from': None})
+  writer.close()
+  events = EventAccumulator(str(tmp_path)).Reload()
+  content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+  values = metadata.parse_session_start_info_plugin_data(content).hparams
+  assert (values['learning_rate'].number_value, values['seed'].number_value) == (0.1, 3)
+  assert (values['shape'].string_value, values['init_from'].string_value) == ('[1, 2]', 'None')
+
+
 def test_an_interrupted_line_is_dropped_and_the_last_line_of_a_step_counts(directory):
   with (directory / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 3, "expert_l')
