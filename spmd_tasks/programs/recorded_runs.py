@@ -177,16 +177,17 @@ def read_metrics(places: epath.PathLike | Iterable[epath.PathLike]) -> 'pandas.D
 
   runs = find_runs([places] if isinstance(places, str | os.PathLike) else places)
   settings = settings_that_differ(runs)
-  rows: list[dict[str, Any]] = []
+  frames = [pandas.DataFrame(columns=['run', 'step'])]
   for index, run in enumerate(runs):
-    steps = list(run.lines)
-    totals = {unit: values for unit in UNITS if (values := run.totals(unit, steps)) is not None}
-    own = {f'config.{path}': values[index] for path, values in settings.items()}
-    for number, (step, line) in enumerate(run.lines.items()):
-      rows.append(
-        {'run': run.name, 'step': step} | {unit: values[number] for unit, values in totals.items()} | line | own
-      )
-  frame = pandas.DataFrame(rows)
+    steps, lines = list(run.lines), run.lines.values()
+    columns: dict[str, Any] = {'run': [run.name] * len(steps), 'step': steps}
+    columns |= {unit: totals for unit in UNITS if (totals := run.totals(unit, steps)) is not None}
+    columns |= {
+      name: [line.get(name) for line in lines] for name in dict.fromkeys(name for line in lines for name in line)
+    }
+    columns |= {f'config.{path}': [values[index]] * len(steps) for path, values in settings.items()}
+    frames.append(pandas.DataFrame(columns))
+  frame = pandas.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
   first = [name for name in ('run', 'step', *UNITS, 'time') if name in frame]
   frame = frame[first + sorted(name for name in frame if name not in first)]
   return frame.assign(time=pandas.to_datetime(frame['time'], unit='s', utc=True)) if 'time' in frame else frame

@@ -19,7 +19,6 @@ from spmd_tasks import exit_codes
 from spmd_tasks.command import Command
 from spmd_tasks.files import absolute_path, make_directory, storage_errors, write_durably
 from spmd_tasks.programs.recorded_runs import UNITS, RecordedRun, find_runs, settings_that_differ
-from spmd_tasks.runtime.metrics import scalars
 
 _MAX_POINTS = 400  # of a curve on the page
 _MAX_METRICS, _MAX_SETTINGS, _MAX_CHARS = 6, 6, 36  # of the table in the terminal
@@ -36,8 +35,22 @@ class Group:
 
   def last(self, metric: str) -> list[float]:
     """Returns the last value of a metric in each run that has it."""
-    values = [[scalars(line)[metric] for line in run.lines.values() if metric in scalars(line)] for run in self.runs]
-    return [of_run[-1] for of_run in values if of_run]
+    points = [_points(run, metric) for run in self.runs]
+    return [of_run[-1][1] for of_run in points if of_run]
+
+
+def _points(run: RecordedRun, metric: str) -> list[tuple[int, float]]:
+  """Returns the steps and values of a metric that is one number per step."""
+  return [(step, value) for step, line in run.lines.items() if isinstance(value := line.get(metric), float)]
+
+
+def _metric_names(groups: Sequence[Group]) -> set[str]:
+  values: dict[str, Any] = {}
+  for group in groups:
+    for run in group.runs:
+      for line in run.lines.values():
+        values |= line
+  return {name for name, value in values.items() if isinstance(value, float)}
 
 
 def run(command: Command) -> int:
@@ -74,14 +87,12 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
 
 
 def _rank(values: Sequence[float]) -> float:
-  mean = statistics.fmean(values) if values else math.inf
-  return mean if math.isfinite(mean) else math.inf
+  return statistics.fmean(values) if values and all(map(math.isfinite, values)) else math.inf
 
 
 def result_metrics(groups: Sequence[Group]) -> list[str]:
   """Returns the metrics of the table: losses of evals, the loss of training, then other metrics of evals."""
-  lines = [line for group in groups for run in group.runs for line in run.lines.values()]
-  names = sorted({name for line in lines for name in scalars(line)})
+  names = sorted(_metric_names(groups))
   evals = [name for name in names if name.startswith('eval/')]
   losses = [name for name in evals if name.endswith('/loss')]
   others = [name for name in evals if name not in losses and name.rpartition('/')[2] not in _NOT_RESULTS]
@@ -115,7 +126,8 @@ def _table(groups: Sequence[Group], max_settings: int, max_metrics: int) -> tupl
     row = [group.label] * by_name + [_text(group.settings[path]) for path in paths]
     row += [str(len(group.runs))] * has_seeds + [_steps(group.runs)]
     row += [_mean(group.last(metric)) for metric in metrics]
-    rows.append(row + [f'{statistics.fmean(group.last("goodput") or [math.nan]):.1%}'] * has_goodput)
+    goodput = group.last('goodput')
+    rows.append(row + [f'{statistics.fmean(goodput):.1%}' if goodput else ''] * has_goodput)
   return header, rows
 
 
@@ -127,18 +139,17 @@ def _steps(runs: Sequence[RecordedRun]) -> str:
   """Returns the last step of each run, and of how many if a run is not complete."""
   steps = sorted({max(run.lines, default=0) for run in runs})
   text = f'{steps[0]}-{steps[-1]}' if len(steps) > 1 else str(steps[0])
-  of = {run.config.get('num_train_steps') for run in runs}
-  return text if all(run.has_ended for run in runs) else f'{text} of {", ".join(map(str, of))}'
+  of = sorted({run.config['num_train_steps'] for run in runs if 'num_train_steps' in run.config})
+  return text if all(run.has_ended for run in runs) or not of else f'{text} of {", ".join(map(str, of))}'
 
 
 def _mean(values: Sequence[float]) -> str:
   """Returns `mean ± standard deviation` of the values of several seeds; '' without a value."""
-  if not values:
-    return ''
-  mean = statistics.fmean(values)
-  if len(values) == 1 or not all(map(math.isfinite, values)):
-    return f'{mean:.4g}'
-  return f'{mean:.4g} ± {statistics.stdev(values):.2g}'
+  finite = [value for value in values if math.isfinite(value)]
+  if len(values) < 2 or not finite:
+    return f'{values[0]:.4g}' if values else ''
+  text = f'{statistics.fmean(finite):.4g}' + (f' ± {statistics.stdev(finite):.2g}' if len(finite) > 1 else '')
+  return text if len(finite) == len(values) else f'{text} ({len(values) - len(finite)} not finite)'
 
 
 def comparison_page(groups: Sequence[Group]) -> str:
@@ -181,8 +192,7 @@ def _knots(run: RecordedRun) -> dict[str, list[Any]]:
 def _chart_names(groups: Sequence[Group]) -> list[str]:
   """Returns the metrics of the charts: results first, then all others that are one number per step."""
   results = result_metrics(groups)
-  names = {name for group in groups for run in group.runs for line in run.lines.values() for name in scalars(line)}
-  return results + sorted(names - {*results, 'time', 'wall_seconds'})
+  return results + sorted(_metric_names(groups) - {*results, 'time', 'wall_seconds'})
 
 
 def _curves(metric: str, groups: Sequence[Group]) -> list[list[dict[str, list[Any]]]]:
@@ -191,7 +201,7 @@ def _curves(metric: str, groups: Sequence[Group]) -> list[list[dict[str, list[An
   for group in groups:
     of_group = []
     for run in group.runs:
-      points = _thinned([(step, scalars(line)[metric]) for step, line in run.lines.items() if metric in scalars(line)])
+      points = _thinned(_points(run, metric))
       of_group.append({'steps': [step for step, _ in points], 'values': [_rounded(value) for _, value in points]})
     curves.append(of_group)
   return curves

@@ -21,10 +21,7 @@ from spmd_tasks.programs.compiled_programs import programs_directory
 from spmd_tasks.programs.job_directory import CONFIG_FILE
 from spmd_tasks.sweeps.jobs import SweepJob, jobs_of
 
-_INDEX_VARIABLES = (
-  'SLURM_ARRAY_TASK_ID',
-  'JOB_COMPLETION_INDEX',
-)  # of a job array of Slurm, an indexed Job of Kubernetes
+_INDEX_VARIABLES = ('SLURM_ARRAY_TASK_ID', 'JOB_COMPLETION_INDEX')  # of a Slurm array, an indexed Kubernetes Job
 
 
 def start(flags: argparse.Namespace) -> int | None:

@@ -107,6 +107,15 @@ def test_runs_in_any_state_are_compared(tmp_path):
   assert data['knots'][2] == [{'step': [0]}]
 
 
+def test_a_seed_that_diverges_is_counted(tmp_path):
+  for seed, loss in enumerate((1.0, 3.0, math.inf, -math.inf)):
+    write_run(tmp_path / str(seed), [line(20, loss)], overrides={'seed': seed})
+  write_run(tmp_path / 'worse', [line(20, 9.0)], rate=0.3)
+  first, second = comparison_table(groups_in(tmp_path)).splitlines()[1:]
+  assert '9' in first.split()  # finite losses come first
+  assert '2 ± 1.4 (2 not finite)' in second
+
+
 def test_a_long_run_has_few_points_and_its_last_one(tmp_path):
   write_run(tmp_path / 'long', [line(step, 1 / step) for step in range(1, 5001)])
   page = comparison_page(groups_in(tmp_path))
