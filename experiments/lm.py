@@ -13,7 +13,7 @@ import fiddle as fdl
 from spmd_tasks import inputs, learning, register
 from spmd_tasks.layers import GatedFeedForward, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Rotary
-from spmd_tasks.recipes import DenseLanguageModel, HybridLanguageModel
+from spmd_tasks.recipes import DenseLanguageModel, HybridLanguageModel, ladder
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 
 
@@ -68,6 +68,28 @@ class MuonTiny(StdlibTiny):
 @register
 class HybridTiny(HybridLanguageModel, StdlibTiny):
   """lm.StdlibTiny with a GatedDeltaNet in three of four layers."""
+
+
+@register
+class Ladder(ladder.Ladder):
+  """A dense model of any size by one dial, --set depth=12, on any number of devices; --print_config has its reasons."""
+
+
+@register
+class TinyLadder(ladder.Ladder):
+  """Five small sizes of lm.Ladder for a CPU; scripts/ladder.py predicts the loss of a sixth."""
+
+  depth = 2
+  width_per_layer = 8
+  head_dim = 8
+  tokens_per_parameter = 4.0
+  base_rate = 0.015
+  base_width = 32
+  seq_len = 64
+  checkpoint_every = None
+
+  def sweep(self):
+    return [{'depth': depth} for depth in range(2, 7)]
 
 
 @register

@@ -12,7 +12,7 @@ from spmd_tasks import register
 from spmd_tasks.layers import TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Attention, LatentAttention, Rotary
 from spmd_tasks.layers.moe import CapacityGather, Dropless, TopKRouter
-from spmd_tasks.recipes import MoeLanguageModel
+from spmd_tasks.recipes import MoeLanguageModel, ladder
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, DataModelMesh
 
 
@@ -42,6 +42,11 @@ class SwitchTiny(MoeLanguageModel):
 
   def computation(self) -> fdl.Config[CapacityGather]:
     return fdl.Config(CapacityGather, capacity_factor=1.25, eval_capacity_factor=2.0)
+
+
+@register
+class Ladder(ladder.MoeLadder):
+  """Experts, 2 of 8 per token, with as many active parameters as lm.Ladder of the same depth: --set depth=12."""
 
 
 @register

@@ -38,6 +38,7 @@ OVERRIDES |= {
   for name, overrides in OVERRIDES.items()
   if not name.startswith('hf.') and not name.endswith('Text')
 }
+OVERRIDES |= {name: ('ici_mesh_shape=1,8,1',) for name in EXPERIMENTS if name.endswith('Ladder')}  # -1 there
 OVERRIDES |= {name: (*overrides, 'teacher=models/large') for name, overrides in OVERRIDES.items() if 'Distill' in name}
 OVERRIDES |= {name: (*overrides, 'reward=lab:score') for name, overrides in OVERRIDES.items() if 'Grpo' in name}
 

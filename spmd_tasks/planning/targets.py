@@ -58,9 +58,12 @@ class PlannedDevice(jax.sharding.AbstractDevice):
   compute_capability: str = ''
 
 
-def mesh_of(mesh_spec: MeshSpec, device: PlannedDevice) -> AbstractMesh:
-  """Returns a mesh without devices: steps that are traced on it have the kernels of such a device."""
-  mesh = mesh_spec.build_abstract()
+def mesh_of(mesh_spec: MeshSpec, device: PlannedDevice, num_devices: int | None = None) -> AbstractMesh:
+  """Returns a mesh without devices: steps that are traced on it have the kernels of such a device.
+
+  `num_devices` are all devices, for a mesh with a size of -1.
+  """
+  mesh = mesh_spec.build_abstract(num_devices)
   return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
 
 
@@ -107,7 +110,7 @@ class Target:
       platform=self.chip.platform,
       compute_capability=f'{capability[1]}.0' if capability else '',
     )
-    return mesh_of(mesh_spec, device)
+    return mesh_of(mesh_spec, device, self.num_devices)
 
   def places(self) -> list[Place]:
     """Returns where each device is, for `MeshSpec.arrange`."""

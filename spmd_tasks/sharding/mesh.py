@@ -103,11 +103,16 @@ class MeshSpec:
       return np.asarray(devices, dtype=object).reshape(ici)
     return device_array(ici, dcn, devices)
 
-  def build_abstract(self) -> AbstractMesh:
-    """Returns a mesh without devices, for planning on another machine. Raises a UserError if an ICI size is -1."""
-    if -1 in self.ici_mesh_shape:
+  def build_abstract(self, num_devices: int | None = None) -> AbstractMesh:
+    """Returns a mesh without devices, for planning on another machine.
+
+    Raises a UserError if an ICI size is -1 and the number of devices is not given.
+    """
+    if -1 not in self.ici_mesh_shape:
+      num_devices = math.prod(self.ici_mesh_shape) * math.prod(self.dcn_mesh_shape or (1,))
+    elif num_devices is None:
       raise UserError(f'ici_mesh_shape {self.ici_mesh_shape} has a size of -1, but there are no devices: replace -1.')
-    sizes = self.sizes(math.prod(self.ici_mesh_shape) * math.prod(self.dcn_mesh_shape or (1,)))
+    sizes = self.sizes(num_devices)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
