@@ -5,6 +5,7 @@ take longer than 10 s of CPU; otherwise they are imported.
 """
 
 import ast
+import datetime
 import json
 import math
 import os
@@ -86,17 +87,28 @@ def check_serve(result):
   assert result['decode_steps']['continuous'] < result['decode_steps']['static']
 
 
+def check_mup(result):
+  assert result['best'].keys() == {'muP', 'standard'}
+  for kind, by_width in result['losses'].items():
+    for width, losses in by_width.items():
+      best = min(losses, key=losses.__getitem__)
+      assert float(best) == pytest.approx(result['best'][kind][width])
+      first, *_, last = losses
+      assert best not in (first, last)  # both neighbors are worse
+
+
 CHECKS = {
   'bench_adapters.py': check_adapters,
   'bench_decode.py': check_decode,
   'bench_huggingface.py': check_huggingface,
   'bench_low_rank.py': check_low_rank,
+  'bench_mup.py': check_mup,
   'bench_pax.py': check_pax,
   'bench_pipeline.py': check_pipeline,
   'bench_serve.py': check_serve,
 }
 BENCHMARKS = sorted(path.name for path in SCRIPTS.glob('bench_*.py'))
-QUICK = ('bench_compile.py', 'bench_input.py', 'bench_moe.py', 'bench_stores.py')
+QUICK = ('bench_compile.py', 'bench_input.py', 'bench_moe.py', 'bench_mup.py', 'bench_stores.py')
 LONG = [name for name in BENCHMARKS if name not in QUICK]
 MINUTES = 'bench_rl.py'  # is only imported
 
@@ -141,6 +153,30 @@ def test_gpu_check_compares_kernels_on_a_cpu(tmp_path):
   rows = json.loads((tmp_path / 'rows.json').read_text())
   assert [row for row in rows if 'failure' in row] == []
   assert all(row['error'] <= row['limit'] for row in rows if 'limit' in row)
+
+
+def test_a_ladder_writes_its_prediction_before_the_next_size_runs(tmp_path):
+  exp = 'tests.recipes.small_ladder.Small'
+  result = last_line('ladder.py', '--exp', exp, '--next', '3', '--job_log_dir', tmp_path)
+  prediction = json.loads((tmp_path / 'prediction.json').read_text())
+  assert [size['depth'] for size in result['sizes']] == [1, 2, 3]
+  assert result['error'] == pytest.approx(prediction['loss'] / result['sizes'][-1]['loss'] - 1, abs=1e-4)
+  written = datetime.datetime.fromisoformat(prediction['written']).timestamp()
+  first_metrics = (tmp_path / 'depth=3' / 'metrics.jsonl').read_text().splitlines()[0]
+  assert written <= json.loads(first_metrics)['time'] + 1  # `written` has whole seconds
+  assert (tmp_path / 'ladder.svg').read_text().startswith('<svg')
+
+
+def test_a_ladders_fit_finds_a_power_law(monkeypatch):
+  monkeypatch.syspath_prepend(SCRIPTS)
+  import ladder
+
+  law = ladder.Fit(irreducible=1.2, scale=40.0, exponent=0.15)
+  sizes = [ladder.Size(depth, 1, 10.0 ** (8 + depth), law(10.0 ** (8 + depth))) for depth in range(5)]
+  prediction = ladder.predict(sizes, 1e14)
+  assert prediction['loss'] == pytest.approx(law(1e14), rel=1e-3)
+  low, high = prediction['band']
+  assert low <= prediction['loss'] <= high <= low * 1.01
 
 
 @pytest.mark.exhaustive  # 40 s of CPU
@@ -188,7 +224,7 @@ ELSEWHERE = {
     'paxml_run.py run_flaxformer.py run_megablocks.py run_t5x.py run_trl.py run_trl_offline.py'
   ),
 }
-HERE = {*BENCHMARKS, 'finetune_base.py', 'gpu_check.py', 'plan_published.py', 'sums.py'}
+HERE = {*BENCHMARKS, 'finetune_base.py', 'gpu_check.py', 'ladder.py', 'plan_published.py', 'sums.py'}
 
 
 def is_code(path):
