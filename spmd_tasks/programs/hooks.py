@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import tempfile
 import time
 from typing import Any, NamedTuple
@@ -56,7 +57,16 @@ from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_ta
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.flops import model_flops, peak_flops
 from spmd_tasks.runtime.input_layout import InputSpec
-from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics, make_writer, scalars, split_summaries
+from spmd_tasks.runtime.media import Media
+from spmd_tasks.runtime.metrics import (
+  MEDIA_DIRECTORY,
+  Metric,
+  Metrics,
+  finish_metrics,
+  make_writer,
+  scalars,
+  split_summaries,
+)
 from spmd_tasks.runtime.origin import saved_part
 from spmd_tasks.sharding import infer_partition_spec_based_on_rank
 from spmd_tasks.sharding.specs import axes_of, even_spec, num_parts
@@ -194,6 +204,8 @@ class TrainRun:
   evals: NewestEvals = dataclasses.field(default_factory=NewestEvals)
   logged: Logged = dataclasses.field(default_factory=Logged)
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # from hooks, written with the next logged step
+  # What `log` calls on process 0, from `start` on: (step, name, media).
+  media_writers: list[Callable[[int, str, Media], None]] = dataclasses.field(default_factory=list)
 
   @property
   def experiment(self) -> Experiment:
@@ -242,6 +254,16 @@ class TrainRun:
     batches = Prefetcher(self.iterator, place, count, timeout_s, is_idle=self.loop.is_idle)
     self.stack.callback(batches.close)
     return batches
+
+  def log(self, name: str, media: Media) -> None:
+    """Logs an image, a histogram or a table of this step (runtime/media.py); only process 0 writes it.
+
+    Raises a UserError: the name, which is also a directory's, has other characters than letters, digits, _, - and /.
+    """
+    if not re.fullmatch(r'[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*', name):
+      raise UserError(f'run.log() has the name {name!r}, which is also a directory: use letters, digits, _, - and /.')
+    for write in self.media_writers:
+      write(self.step, name, media)
 
   def message(self, text: str) -> None:
     """Shows a line to the user, on process 0."""
@@ -351,6 +373,7 @@ class Track(TrainHook):
         tracker = self._trackers[name] = tracker_class(run.job.name, config, directory, ids.get(name))
         ids[name] = tracker.id
     write_durably(path, json.dumps(ids) + '\n')
+    run.media_writers.append(functools.partial(self._log_media, run))
     run.stack.callback(self._close, run)
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
@@ -374,6 +397,13 @@ class Track(TrainHook):
     for name in list(self._trackers):
       with self._drop_if_it_fails(run, name):
         self._trackers[name].log(step, numbers)
+
+  def _log_media(self, run: TrainRun, step: int, name: str, media: Media) -> None:
+    for service, tracker in self._trackers.items():
+      try:
+        tracker.log_media(step, name, media)
+      except Exception as error:  # such as W&B without Pillow
+        run.message(f'{service} does not get {name}, which is in {MEDIA_DIRECTORY}: {type(error).__name__}: {error}')
 
   def _close(self, run: TrainRun) -> None:
     self._report(run)  # the evals at the end
@@ -449,6 +479,7 @@ class LogMetrics(TrainHook):
     if is_primary():
       config = json.loads(read_text(run.job_log_dir / CONFIG_FILE))
       self._writer.write_settings(config.get('overrides', {}))
+      run.media_writers.append(self._writer.write_media)
     spec = run.model.input_layout.spec
     unit, number = count_batch(spec)
     self._batch_size = max(x.shape[0] for x in spec.values() if x.shape)

@@ -30,7 +30,7 @@ from spmd_tasks.files import (
   write_durably,
 )
 from spmd_tasks.programs.job_lock import LOCK_FILE, JobLock, lock_directory
-from spmd_tasks.runtime.metrics import METRICS_FILE
+from spmd_tasks.runtime.metrics import MEDIA_DIRECTORY, METRICS_FILE
 from spmd_tasks.signatures import signed
 
 CONFIG_FILE = 'config.json'
@@ -44,7 +44,7 @@ PROGRAMS_DIRECTORY = 'compiled'
 _CHANGED_IN_PLACE = (LOCK_FILE, METRICS_FILE, f'eval/*/{METRICS_FILE}', 'samples/samples.txt')
 _REPLACED = (CONFIG_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE)
 _FILES = (*_REPLACED, *_CHANGED_IN_PLACE)
-_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY)
+_DIRECTORIES = ('checkpoints', 'eval', MEDIA_DIRECTORY, 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

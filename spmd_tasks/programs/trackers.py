@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 import os
 import secrets
+import tempfile
 import time
 from typing import Any
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
+from spmd_tasks.runtime.media import Image, Media, Table
 
 _PROJECT = 'spmd_tasks'
 _MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100  # MLflow's, of a value and of a call
@@ -42,6 +44,20 @@ class WandbRun:
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     if step >= self._run.step:  # a repeated step has the same metrics, and the service refuses earlier steps
       self._run.log(dict(metrics), step=step)
+
+  def log_media(self, step: int, name: str, media: Media) -> None:
+    import wandb
+
+    if isinstance(media, Image):
+      value: Any = wandb.Image(media.pixels)
+    elif isinstance(media, Table):
+      value = wandb.Table(
+        columns=media.columns, data=[[row.get(column) for column in media.columns] for row in media.rows]
+      )
+    else:
+      value = wandb.Histogram(media.values.tolist())
+    if step >= self._run.step:
+      self._run.log({name: value}, step=step)
 
   def close(self, *, is_complete: bool) -> None:
     self._run.finish(exit_code=0 if is_complete else 1)
@@ -75,6 +91,13 @@ class MlflowRun:
     now = round(1000 * time.time())
     entities = [Metric(name, value, now, step) for name, value in metrics.items()]
     self._sent.append(self._thread.submit(self._client.log_batch, self.id, metrics=entities))
+
+  def log_media(self, step: int, name: str, media: Media) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+      path = os.path.join(directory, f'step_{step:08d}.{media.suffix}')
+      with open(path, 'wb') as file:
+        file.write(media.encode())
+      self._client.log_artifact(self.id, path, f'media/{name}')
 
   def close(self, *, is_complete: bool) -> None:
     self._thread.shutdown()

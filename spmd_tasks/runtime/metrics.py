@@ -2,9 +2,10 @@
 
 `<directory>/metrics.jsonl` has one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. An eval of weights that are not from a checkpoint of the job adds
-their place, `weights_from`. A resumed job appends to the file; if it executes a step again, the last line of the step
-counts. Readers skip invalid lines, and the next writer moves them to `metrics.jsonl.bad_lines`. In an object store the
-file consists of parts (append_objects.py).
+their place, `weights_from`; `media_files` names the images, histograms and tables (media.py) since the last line. A
+resumed job appends to the file; if it executes a step again, the last line of the step counts. Readers skip invalid
+lines, and the next writer moves them to `metrics.jsonl.bad_lines`. In an object store the file consists of parts
+(append_objects.py).
 
 Event files are written by TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
 """
@@ -33,10 +34,13 @@ from spmd_tasks.files import (
   sync_path,
   write_durably,
 )
+from spmd_tasks.runtime.media import Image, Media, Table
 from spmd_tasks.store_files import GrowingFile, read_appended
 
 METRICS_FILE = 'metrics.jsonl'
 PLACE_KEY = 'weights_from'
+MEDIA_DIRECTORY = 'media'
+_MEDIA_KEY = 'media_files'
 
 # A number, or one number per expert.
 Metric = float | list[float]
@@ -85,7 +89,9 @@ class JsonlWriter:
 
     Raises a StorageError if the file cannot be written, as do `write` and `close`.
     """
-    self._path = directory / METRICS_FILE
+    self._directory, self._path = directory, directory / METRICS_FILE
+    self._last: dict[str, Any] = {}
+    self._media: list[str] = []  # files that no line names yet
     if not is_remote(directory):
       with storage_errors(self._path):
         make_directory(directory)
@@ -101,10 +107,26 @@ class JsonlWriter:
       name: [_json_number(x) for x in value] if isinstance(value, list) else _json_number(value)
       for name, value in metrics.items()
     }
+    self._append(record)
+
+  def _append(self, record: dict[str, Any]) -> None:
+    self._last = record
+    record |= {_MEDIA_KEY: self._media} if self._media else {}
+    self._media = []
     with storage_errors(self._path):
       append(self._path, json.dumps(record).encode() + b'\n')
 
+  def write_media(self, step: int, name: str, media: Media) -> None:
+    """Writes a file, which the next line names."""
+    path = f'{MEDIA_DIRECTORY}/{name}/step_{step:08d}.{media.suffix}'
+    with storage_errors(self._directory / path):
+      make_directory((self._directory / path).parent)
+      write_durably(self._directory / path, media.encode())
+    self._media.append(path)
+
   def close(self) -> None:
+    if self._media and self._last:
+      self._append(self._last)  # the last line of a step counts
     with storage_errors(self._path):
       sync_path(self._path)
 
@@ -156,6 +178,7 @@ def _parse(line: bytes) -> _Record | None:
   try:
     record = json.loads(line.decode())
     step, place = record.pop('step'), record.pop(PLACE_KEY, None)
+    record.pop(_MEDIA_KEY, None)
     if type(step) is not int or not isinstance(place, str | None):
       return None
     metrics = {
@@ -201,6 +224,19 @@ class TensorBoardWriter:
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     self._write(step, [text_pb(tag, text) for tag, text in texts.items()])
+
+  def write_media(self, step: int, name: str, media: Media) -> None:
+    """Writes an image, a histogram or a table."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    if isinstance(media, Image):
+      height, width, channels = media.pixels.shape
+      image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=media.encode())
+      self._write(step, [Summary(value=[Summary.Value(tag=name, image=image)])])
+    elif isinstance(media, Table):
+      self.write_texts(step, {name: media.markdown()})
+    else:
+      self.write_histograms(step, {name: media.values})
 
   def write_settings(self, settings: Mapping[str, Any]) -> None:
     """Writes settings for TensorBoard's "HParams", which compares the runs of a directory by them."""
@@ -257,6 +293,11 @@ class MultiWriter:
     for writer in self._writers:
       if values and isinstance(writer, TensorBoardWriter):
         writer.write_histograms(step, values)
+
+  def write_media(self, step: int, name: str, media: Media) -> None:
+    """Writes an image, a histogram or a table."""
+    for writer in self._writers:
+      writer.write_media(step, name, media)
 
   def write_settings(self, settings: Mapping[str, Any]) -> None:
     """Writes settings to event files only; config.json has them."""

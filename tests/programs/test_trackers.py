@@ -5,13 +5,16 @@ import json
 import struct
 import warnings
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
-from tests.programs.small_jobs import SMALL
+from tests.programs.media_experiment import PIXELS
 
-JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every=10')
+EXPERIMENT = 'tests.programs.media_experiment.WithMedia'
+JOB = ('--exp', EXPERIMENT, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every=10')
 BOTH = "trackers=('wandb', 'mlflow')"
 
 
@@ -69,7 +72,7 @@ def records(data: bytes) -> Iterator[bytes]:
 def test_offline_runs_of_wandb(tracked):
   from wandb.proto.wandb_internal_pb2 import Record
 
-  losses, eval_losses, ids, config = {}, {}, [], {}
+  losses, eval_losses, ids, config, with_picture = {}, {}, [], {}, []
   files = sorted((tracked / 'job' / 'wandb').glob('offline-run-*/*.wandb'))
   for file in files:
     for record in map(Record.FromString, records(file.read_bytes())):
@@ -78,11 +81,18 @@ def test_offline_runs_of_wandb(tracked):
         config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
       if record.WhichOneof('record_type') == 'history':
         row = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        with_picture += [record.history.step.num] * any(name.startswith('pictures/noise') for name in row)
         losses |= {record.history.step.num: row['loss']} if 'loss' in row else {}
         eval_losses |= {record.history.step.num: row['eval/valid/loss']} if 'eval/valid/loss' in row else {}
   assert (len(files), len(set(ids))) == (2, 1)
   assert config['batch_size'] == 8
   assert (losses, eval_losses) == losses_of(tracked / 'job')
+  media = files[0].parent / 'files' / 'media'
+  pictures = sorted((media / 'images' / 'pictures').glob('noise_*.png'))
+  assert (with_picture, len(pictures)) == ([3, 6, 9, 12], 3)
+  np.testing.assert_array_equal(np.asarray(PIL.Image.open(pictures[0])), PIXELS)
+  tables = sorted((media / 'table').glob('answers_*.json'))
+  assert json.loads(tables[0].read_text())['data'] == [['a|b', 0.5, True], ['c', None, None]]
 
 
 @pytest.mark.filterwarnings('default')  # its own
@@ -96,6 +106,8 @@ def test_runs_of_mlflow_in_files(tracked, monkeypatch):
   assert run.data.params['batch_size'] == '8'
   histories = (client.get_metric_history(run.info.run_id, name) for name in ('loss', 'eval/valid/loss'))
   assert tuple({each.step: each.value for each in history} for history in histories) == losses_of(tracked / 'job')
+  artifacts = [file.path for file in client.list_artifacts(run.info.run_id, 'media/pictures/noise')]
+  assert artifacts == [f'media/pictures/noise/step_{step:08d}.png' for step in (3, 6, 9, 12)]
 
 
 @pytest.mark.filterwarnings('default')
