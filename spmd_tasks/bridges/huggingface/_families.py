@@ -38,6 +38,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   Llama4Temperature,
   NextnHeads,
   NoLayer,
+  OptionalRope,
   OriginalLength,
   PhiGates,
   QueryScale,
@@ -83,7 +84,7 @@ class Family:
     constants: tensors of each layer, by name, with a value that is the same in all models.
     table_copies: names of further copies of the embedding table.
     writes_copies: whether exports need the copies if logits are not scaled; `transformers` ties them only if they are.
-    fused_experts: TensorNames.fused_experts of files that have these, 'transposed', in place of a tensor per expert.
+    other_names: the end of a tensor's name -> fields of `names` that differ in files that have such a tensor.
     tied_by_files: whether the head is untied if and only if the files have one, whatever config.json says.
   """
 
@@ -99,7 +100,7 @@ class Family:
   constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
   table_copies: tuple[str, ...] = ()
   writes_copies: bool = False
-  fused_experts: tuple[str, str] | None = None
+  other_names: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
   tied_by_files: bool = False
 
   @property
@@ -113,10 +114,8 @@ class Family:
 
   def of_files(self, names: Collection[str]) -> 'Family':
     """Returns the family with the names that files with these tensors have."""
-    if self.fused_experts is None or not any(name.endswith(self.fused_experts) for name in names):
-      return self
-    fused = dataclasses.replace(self.names, fused_experts=self.fused_experts, expert_layout='transposed')
-    return dataclasses.replace(self, names=fused)
+    fields = [fields for end, fields in self.other_names.items() if any(name.endswith(end) for name in names)]
+    return self if not fields else dataclasses.replace(self, names=dataclasses.replace(self.names, **fields[0]))
 
   def architecture_of(self, decoder: Decoder) -> str:
     """Returns the name of a Decoder's class in `transformers`."""
@@ -339,7 +338,7 @@ def _qwen_hybrid(*sizes: Any, rope: Entry, keys: tuple[Entry, ...] = (), **setti
       FixedKey('hidden_act', 'silu'),
       rope,
       attention_bias(),
-      *delta_net_keys(),
+      *delta_net_keys(32, 16, 128, 128),
       Key('rms_norm_eps', 'delta_net.epsilon', float, 1e-6),
       *keys,
     ),
@@ -402,6 +401,7 @@ _MINISTRAL_YARN |= {'beta_fast': 32.0, 'beta_slow': 1.0, 'mscale': 1.0, 'mscale_
 _MINISTRAL_YARN |= {'llama_4_scaling_beta': 0.1}
 _COHERE: tuple[Entry, ...] = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
 _COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
+_FUSED_EXPERTS = 'mlp.experts.gate_up_proj', 'mlp.experts.down_proj'
 _QWEN35_INERT = ('mamba_ssm_dtype', 'mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings')
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
@@ -535,7 +535,7 @@ FAMILIES: dict[str, Family] = {
     fixed={'sinks': True, 'activation': 'clamped_swiglu', 'mixture.routing.use_bias': True},
     names=TensorNames(
       router='mlp.router',
-      fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
+      fused_experts=_FUSED_EXPERTS,
       expert_layout='interleaved',
     ),
     inert=('experts_per_token', 'initial_context_length'),
@@ -1136,8 +1136,37 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={'mixture.shared_gate': True},
     names=TensorNames(shared='mlp.shared_expert.'),
-    fused_experts=('mlp.experts.gate_up_proj', 'mlp.experts.down_proj'),
+    other_names={_FUSED_EXPERTS[1]: {'fused_experts': _FUSED_EXPERTS, 'expert_layout': 'transposed'}},
     inert=_QWEN35_INERT,
+  ),
+  'olmo_hybrid': Family(
+    architecture='OlmoHybridForCausalLM',
+    keys=(
+      *_sizes(100_352, 3840, 11_008, 32, 30),
+      FixedKey('hidden_act', 'silu'),
+      OptionalRope(),
+      attention_bias(),
+      *delta_net_keys(
+        _num_heads,
+        _num_heads,
+        lambda known: int(0.75 * known['embed_dim'] / known['delta_net.num_key_heads']),
+        lambda known: 2 * known['delta_net.key_head_dim'],
+      ),
+      Key('linear_allow_neg_eigval', 'delta_net.max_strength', bool, True, names={True: 2.0, False: 1.0}),
+    ),
+    fixed={
+      **{'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
+      **{'delta_net.has_own_norms': True, 'delta_net.epsilon': 1e-5},
+    },
+    names=TensorNames(
+      attention_norm='attention_layer_norm',
+      ffn_norm='feedforward_layer_norm',
+      attention_post_norm='feedforward_layer_norm',
+      delta_net='separate',
+    ),
+    # transformers writes one name for both kinds of layers.
+    other_names={'post_attention_layernorm.weight': {'attention_post_norm': 'post_attention_layernorm'}},
+    inert=('linear_a_log_min', 'linear_a_log_max', 'linear_dt_min', 'linear_dt_max', 'linear_dt_init_floor'),
   ),
   't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),
   'mt5': _t5('MT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
@@ -1186,12 +1215,10 @@ WRAPPER_KEYS = (
 )
 
 _MAMBA = 'some of its layers are the state-space model Mamba'
-_DELTA_NET = 'some of its layers are the recurrent layer Gated DeltaNet'
 _SPARSE = 'its attention reads only keys that the layer DeepSeek sparse attention (an indexer) chooses'
 # Families of transformers that need a layer of another kind: model type -> the layer, and the nearest family.
 REFUSED = {
   'longt5': ('its encoder attends to local blocks and block summaries', 't5'),
-  'olmo_hybrid': (_DELTA_NET, 'qwen3_next'),
   'kimi_linear': ('some of its layers are the recurrent layer Kimi Delta Attention', 'deepseek_v3'),
   'minimax': ('some of its layers are the recurrent layer Lightning Attention', 'minimax_m2'),
   'gemma3n': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),

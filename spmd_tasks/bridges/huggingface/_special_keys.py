@@ -5,7 +5,7 @@ These are experts, latent attention, rotary positions, and keys of Gemma, Phi an
 written. Gemma 3 has one dict per type of layer; in the old form, it has `rope_local_base_freq` for windowed layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -362,19 +362,23 @@ class EqualInLayers:
     return self.key.write(decoder)
 
 
-def delta_net_keys(layout: tuple[int, int, int, int] = (32, 16, 128, 128)) -> tuple[Entry, ...]:
-  """Returns the keys of the recurrent layers of Qwen3-Next and Qwen 3.5, and which layers these are.
+def delta_net_keys(num_heads: Any, num_key_heads: Any, key_head_dim: Any, value_head_dim: Any) -> tuple[Entry, ...]:
+  """Returns the keys of the recurrent layers of hybrids, and which layers these are.
 
-  Args:
-    layout: the family's defaults: numbers of heads of values and of keys, sizes of a key and of a value.
+  The arguments are the family's defaults, or functions that compute them from the known fields.
   """
-  names = ('num_heads', 'num_key_heads', 'key_head_dim', 'value_head_dim')
-  keys = ('linear_num_value_heads', 'linear_num_key_heads', 'linear_key_head_dim', 'linear_value_head_dim')
   return (
-    *(Key(key, f'delta_net.{name}', int, default) for key, name, default in zip(keys, names, layout, strict=True)),
+    Key('linear_num_value_heads', 'delta_net.num_heads', int, num_heads, null=_computed(num_heads)),
+    Key('linear_num_key_heads', 'delta_net.num_key_heads', int, num_key_heads, null=_computed(num_key_heads)),
+    Key('linear_key_head_dim', 'delta_net.key_head_dim', int, key_head_dim, null=_computed(key_head_dim)),
+    Key('linear_value_head_dim', 'delta_net.value_head_dim', int, value_head_dim, null=_computed(value_head_dim)),
     Key('linear_conv_kernel_dim', 'delta_net.conv_size', int, 4),
     recurrent_layers(),
   )
+
+
+def _computed(default: Any) -> Callable[[Values], Any] | None:
+  return default if callable(default) else None
 
 
 def recurrent_layers() -> PerLayer:
@@ -425,6 +429,27 @@ class Granite4Rope:
     if decoder.rotary is None:
       return {'position_embedding_type': None}
     return {'position_embedding_type': 'rope', **Rope().write(decoder)}
+
+
+class OptionalRope:
+  """`rope_parameters` of OLMo Hybrid: no rotary positions if their type or base is null."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    parameters = config.read('rope_parameters', dict, {})
+    if config.is_null('rope_parameters'):
+      raise config.error(
+        'rope_parameters',
+        "must name its base: of transformers' versions, some read null as no positions and others as rotary positions. "
+        'Write {"rope_theta": null, "rope_type": "default"} for none',
+      )
+    if None in (parameters.get('rope_type', ''), parameters.get('rope_theta', '')):
+      return {'rotary': None}
+    return Rope().read(config, known)
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.rotary is None:
+      return {'rope_parameters': {'rope_type': 'default', 'rope_theta': None}}
+    return Rope().write(decoder)
 
 
 class GraniteExperts:

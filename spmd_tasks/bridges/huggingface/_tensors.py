@@ -101,7 +101,8 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
         yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
     if decoder.recurrent[kind]:
       assert decoder.delta_net is not None
-      yield from _delta_net(layer, decoder.delta_net, names.delta_net)
+      recurrent = dataclasses.replace(layer, prefix=f'{layer.prefix}linear_attn.')
+      yield from _delta_net(recurrent, decoder.delta_net, names.delta_net)
     elif decoder.latent is not None:
       yield from _latent_attention(layer, decoder, names)
     else:
@@ -124,10 +125,14 @@ class _LayerRules:
   prefix: str
   slot: LayerSlot
 
-  def rule(self, source: str, target: str | list[str], *operations: Operation, expert: int | None = None) -> Rule:
-    targets = target if isinstance(target, list) else [target]
+  def rule(
+    self, source: str | list[str], target: str | list[str], *operations: Operation, expert: int | None = None
+  ) -> Rule:
+    sources, targets = (names if isinstance(names, list) else [names] for names in (source, target))
     index = self.slot.index if expert is None else (*self.slot.index, expert)
-    return Rule(self.prefix + source, [(self.slot.prefix + name, *index) for name in targets], *operations)
+    return Rule(
+      [self.prefix + name for name in sources], [(self.slot.prefix + name, *index) for name in targets], *operations
+    )
 
 
 def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_windowed: bool) -> Iterator[Rule]:
@@ -177,48 +182,44 @@ def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator
   with queries, keys and values in one (Qwen 3.5), or 'by_key_head' also with gates, all rows of a head of keys together
   (Qwen3-Next).
   """
-  num_groups = delta_net.num_key_heads
+  num_groups, key_dim, value_dim = delta_net.num_key_heads, delta_net.key_head_dim, delta_net.value_head_dim
   repeats = delta_net.num_heads // num_groups
-  keys, values = split_heads(delta_net.key_head_dim), split_heads(delta_net.value_head_dim)
+  keys, values = split_heads(key_dim), split_heads(value_dim)
   names, heads = ('query', 'key', 'value'), (keys, keys, values)
-  sizes = (*[num_groups * delta_net.key_head_dim] * 2, delta_net.num_heads * delta_net.value_head_dim)
   kernels, taps = ([f'attention/{name}{kind}' for name in names] for kind in ('/kernel', '_taps'))
-  theirs = 'linear_attn.'
+  parts = SplitDim(-1, (num_groups * key_dim, num_groups * key_dim, delta_net.num_heads * value_dim)), Each(heads)
   if layout == 'by_key_head':
-    of_values = repeats * delta_net.value_head_dim
-    sizes_of_head = (*[delta_net.key_head_dim] * 2, of_values, of_values)
-    same, split = (
-      Reshape((num_groups, -1), (num_groups, -1)),
-      Reshape((num_groups, of_values), (-1, delta_net.value_head_dim)),
-    )
-    order = split_heads(sum(sizes_of_head)), SplitDim(-1, sizes_of_head), Each((same, same, split, split))
-    yield layer.rule(f'{theirs}in_proj_qkvz.weight', [*kernels, 'attention/gate/kernel'], _TRANSPOSE, *order)
-    of_heads = split_heads(2 * repeats), _halves(repeats), Reshape((num_groups, repeats), (-1,))
-    targets = ['attention/strength/kernel', 'attention/step/kernel']
-    yield layer.rule(f'{theirs}in_proj_ba.weight', targets, _TRANSPOSE, *of_heads)
+    of_values = repeats * value_dim
+    same, split = Reshape((num_groups, key_dim), (-1, key_dim)), Reshape((num_groups, of_values), (-1, value_dim))
+    parts_of_head = SplitDim(-1, (key_dim, key_dim, of_values, of_values)), Each((same, same, split, split))
+    joint = split_heads(2 * key_dim + 2 * of_values), *parts_of_head
+    yield layer.rule('in_proj_qkvz.weight', [*kernels, 'attention/gate/kernel'], _TRANSPOSE, *joint)
+    gates = split_heads(2 * repeats), _halves(repeats), Reshape((num_groups, repeats), (-1,))
+    yield layer.rule('in_proj_ba.weight', ['attention/strength/kernel', 'attention/step/kernel'], _TRANSPOSE, *gates)
   elif layout == 'fused':
-    yield layer.rule(f'{theirs}in_proj_qkv.weight', kernels, _TRANSPOSE, SplitDim(-1, sizes), Each(heads))
-    yield layer.rule(f'{theirs}in_proj_z.weight', 'attention/gate/kernel', _TRANSPOSE, values)
-    yield layer.rule(f'{theirs}in_proj_b.weight', 'attention/strength/kernel', _TRANSPOSE)
-    yield layer.rule(f'{theirs}in_proj_a.weight', 'attention/step/kernel', _TRANSPOSE)
+    yield layer.rule('in_proj_qkv.weight', kernels, _TRANSPOSE, *parts)
   else:
-    for name, split in zip(names, heads, strict=True):
-      yield layer.rule(f'{theirs}{name[0]}_proj.weight', f'attention/{name}/kernel', _TRANSPOSE, split)
-    yield layer.rule(f'{theirs}g_proj.weight', 'attention/gate/kernel', _TRANSPOSE, values)
-    yield layer.rule(f'{theirs}b_proj.weight', 'attention/strength/kernel', _TRANSPOSE)
-    yield layer.rule(f'{theirs}a_proj.weight', 'attention/step/kernel', _TRANSPOSE)
-  if layout == 'separate':
-    for name, split in zip(names, heads, strict=True):
-      order = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE, split
-      yield layer.rule(f'{theirs}{name[0]}_conv1d.weight', f'attention/{name}_taps', *order)
+    for name, kernel, split in zip('qkv', kernels, heads, strict=True):
+      yield layer.rule(f'{name}_proj.weight', kernel, _TRANSPOSE, split)
+  if layout != 'by_key_head':
+    gate, strength, step = (
+      ('in_proj_z', 'in_proj_b', 'in_proj_a') if layout == 'fused' else ('g_proj', 'b_proj', 'a_proj')
+    )
+    yield layer.rule(f'{gate}.weight', 'attention/gate/kernel', _TRANSPOSE, values)
+    yield layer.rule(f'{strength}.weight', 'attention/strength/kernel', _TRANSPOSE)
+    yield layer.rule(f'{step}.weight', 'attention/step/kernel', _TRANSPOSE)
+  is_separate = layout == 'separate'
+  by_tap = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE
+  if is_separate:  # joined first, because transformers splits them into equal parts
+    joined = SplitDim(-3, parts[0].sizes, joins=True)
+    yield layer.rule([f'{name}_conv1d.weight' for name in 'qkv'], taps, joined, *by_tap, *parts)
   else:
-    order = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE
-    yield layer.rule(f'{theirs}conv1d.weight', taps, *order, SplitDim(-1, sizes), Each(heads))
-  yield layer.rule(f'{theirs}A_log', 'attention/log_rate')
-  yield layer.rule(f'{theirs}dt_bias', 'attention/step_bias')
-  norm, out = ('o_norm', 'o_proj') if layout == 'separate' else ('norm', 'out_proj')
-  yield layer.rule(f'{theirs}{norm}.weight', 'attention/out_norm/scale')
-  yield layer.rule(f'{theirs}{out}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
+    yield layer.rule('conv1d.weight', taps, *by_tap, *parts)
+  yield layer.rule('A_log', 'attention/log_rate')
+  yield layer.rule('dt_bias', 'attention/step_bias')
+  yield layer.rule('o_norm.weight' if is_separate else 'norm.weight', 'attention/out_norm/scale')
+  out = Transpose((1, 2, 0))
+  yield layer.rule('o_proj.weight' if is_separate else 'out_proj.weight', 'attention/out/kernel', values, out)
 
 
 def _latent_attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:

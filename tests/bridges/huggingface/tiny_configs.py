@@ -83,6 +83,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | {'num_key_value_heads': 1, 'num_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
   | {'shared_expert_intermediate_size': 28, 'linear_num_key_heads': 3, 'linear_num_value_heads': 3}
   | {'layer_types': ['linear_attention', 'full_attention', 'linear_attention']},
+  'olmo_hybrid': _PLAIN
+  | _DELTA_NET
+  | {'num_hidden_layers': 4, 'num_key_value_heads': 1, 'linear_num_value_heads': 4, 'linear_value_head_dim': 3}
+  | {'pad_token_id': 0, 'rope_parameters': {'rope_type': 'default', 'rope_theta': None}},
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
   'gemma': _SIZES | {'num_key_value_heads': 1},
   'gemma4_text': _SIZES
