@@ -181,7 +181,7 @@ class Decoder:
     num_encoder_layers: number of encoder layers; 0 for a decoder-only model.
     encoder_mixed: `mixed` of the encoder.
     num_buckets, max_distance, bias_per_layer: T5's relative position biases.
-    num_nextn: number of multi-token prediction heads, each with one block like the last layer.
+    num_nextn: number of multi-token prediction heads, each with one block like the last layer, but not recurrent.
     num_labels: number of labels of a score head in place of the logits, as in a reward model; 0 for no head at all;
       None for a language model. If it is set, `tied` is true and has no meaning.
   """
@@ -330,7 +330,8 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
     'positions': None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
   }
   if decoder.num_nextn:
-    head = NextnHead(stack=_stack([_block(decoder, kinds[-1], norm, dtype)], kinds[-1:]), norm=norm)
+    kind = kinds[-1]._replace(recurrent=False)
+    head = NextnHead(stack=_stack([_block(decoder, kind, norm, dtype)], [kind]), norm=norm)
     return NextnLanguageModel(**parts, num_nextn_predict_layers=decoder.num_nextn, nextn_head=head)
   if not decoder.num_encoder_layers:
     return LanguageModel(**parts)

@@ -6,7 +6,7 @@ An absent key has the family's default in transformers 5.23.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Literal
 
 from spmd_tasks.bridges._operations import Reshape, Transpose
 from spmd_tasks.bridges._rules import Rule
@@ -63,6 +63,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
 from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, granite_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
 
+_FUSED_EXPERTS = 'mlp.experts.gate_up_proj', 'mlp.experts.down_proj'
 SCORE_HEAD = 'score.weight'  # in every ForSequenceClassification
 MakeRules = Callable[[Decoder, Sequence[LayerSlot], TensorNames], Iterator[Rule]]
 
@@ -173,23 +174,27 @@ class Family:
     return {layer + name: value for layer in layers for name, value in self.constants.items()}
 
   @property
-  def has_nextn_heads(self) -> bool:
-    """Whether models of the family may have multi-token prediction heads, which files number after the last layer."""
-    return any(isinstance(key, NextnHeads) for key in self.keys)
+  def nextn(self) -> NextnHeads | None:
+    """The key of the multi-token prediction heads that models of the family may have; None if they have none."""
+    return next((key for key in self.keys if isinstance(key, NextnHeads)), None)
 
   def is_unused_nextn(self, name: str, decoder: Decoder) -> bool:
     """Whether a tensor belongs to a multi-token prediction head that the model leaves out; exports copy it."""
-    if not self.has_nextn_heads:
+    if self.nextn is None:
       return False
+    if self.names.nextn_head:
+      return decoder.num_nextn == 0 and name.removeprefix('model.').startswith(self.names.nextn_head)
     layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
     return layer is not None and int(layer[1]) >= decoder.num_layers + decoder.num_nextn
 
   def nextn_copies(self, decoder: Decoder) -> dict[str, str]:
     """Returns names of tensors in multi-token prediction heads that may repeat one of the model -> its name."""
-    layers = [self.names.layer.format(decoder.num_layers + k) for k in range(decoder.num_nextn)]
-    tables = {f'{layer}embed_tokens.weight': self.names.table for layer in layers}
+    if self.names.nextn_head:
+      return {}
+    heads = [self.names.nextn_prefixes(decoder, number)[1] for number in range(decoder.num_nextn)]
+    tables = {f'{head}embed_tokens.weight': self.names.table for head in heads}
     kernel = self.names.table if decoder.tied else self.names.head
-    return tables | {f'{layer}shared_head.head.weight': kernel for layer in layers}
+    return tables | {f'{head}shared_head.head.weight': kernel for head in heads}
 
 
 def _num_heads(known: Values) -> int:
@@ -322,17 +327,27 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
   )
 
 
-def _qwen_hybrid(*sizes: Any, rope: Entry, keys: tuple[Entry, ...] = (), **settings: Any) -> Family:
-  """Returns a family of Qwen3-Next's kind: recurrent layers and gated attention, with norms of 1 + scale.
+def _qwen_hybrid(
+  architecture: str,
+  sizes: tuple[Any, ...],
+  *keys: Entry,
+  rope: Entry = Rope(partial=0.25, variant='mrope'),
+  nextn: NextnHeads = NextnHeads('mtp_num_hidden_layers', most=1),
+  layout: Literal['by_key_head', 'fused'] = 'fused',
+) -> Family:
+  """Returns a family of hybrids of Qwen: recurrent layers and gated attention, with norms of 1 + scale.
 
   Args:
-    *sizes: the defaults, see `_sizes`.
-    rope: the keys of rotary positions.
-    keys: further keys of the family.
-    **settings: further settings of the Family.
+    architecture: the name of its class in `transformers`.
+    sizes: the defaults, see `_sizes`.
+    *keys: the keys of experts, and other keys of the family alone.
+    rope, nextn: the keys of rotary positions and of multi-token prediction heads.
+    layout: of the projections of recurrent layers.
   """
-  fixed = {'qk_norm': 'head', 'norm_plus_one': True, 'output_gate': True}
+  has_experts = any(getattr(key, 'field', None) == 'mixture.shared_dim' for key in keys)
+  fixed: Values = {'qk_norm': 'head', 'norm_plus_one': True, 'output_gate': True}
   return Family(
+    architecture=architecture,
     keys=(
       *_sizes(*sizes),
       FixedKey('hidden_act', 'silu'),
@@ -341,9 +356,22 @@ def _qwen_hybrid(*sizes: Any, rope: Entry, keys: tuple[Entry, ...] = (), **setti
       *delta_net_keys(32, 16, 128, 128),
       Key('rms_norm_eps', 'delta_net.epsilon', float, 1e-6),
       *keys,
+      nextn,
+      *_says(attn_output_gate=True, output_gate_type='swish', mtp_use_dedicated_embeddings=False),
     ),
-    ignored=(r'.*rotary_emb\.inv_freq', r'mtp\..*'),
-    **settings | {'fixed': fixed | settings.get('fixed', {})},
+    fixed=fixed | ({'mixture.shared_gate': True} if has_experts else {}),
+    names=TensorNames(
+      shared='mlp.shared_expert.',
+      delta_net=layout,
+      nextn_block='mtp.layers.{}.',
+      nextn_head='mtp.',
+      embedding_norm='pre_fc_norm_embedding',
+      hidden_norm='pre_fc_norm_hidden',
+      nextn_projection='fc',
+      nextn_norm='norm',
+    ),
+    other_names={_FUSED_EXPERTS[1]: {'fused_experts': _FUSED_EXPERTS, 'expert_layout': 'transposed'}},
+    inert=('mamba_ssm_dtype',),
   )
 
 
@@ -401,8 +429,6 @@ _MINISTRAL_YARN |= {'beta_fast': 32.0, 'beta_slow': 1.0, 'mscale': 1.0, 'mscale_
 _MINISTRAL_YARN |= {'llama_4_scaling_beta': 0.1}
 _COHERE: tuple[Entry, ...] = (attention_bias(), Key('logit_scale', 'logits_multiplier', float, 0.0625))
 _COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
-_FUSED_EXPERTS = 'mlp.experts.gate_up_proj', 'mlp.experts.down_proj'
-_QWEN35_INERT = ('mamba_ssm_dtype', 'mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings')
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
@@ -1104,40 +1130,25 @@ FAMILIES: dict[str, Family] = {
     fixed={'gated': False},
   ),
   'qwen3_next': _qwen_hybrid(
-    *(151_936, 2048, 5632, 48, 16, 2, 256),
-    architecture='Qwen3NextForCausalLM',
+    'Qwen3NextForCausalLM',
+    (151_936, 2048, 5632, 48, 16, 2, 256),
+    sparse_step(),
+    *experts(
+      *(num_experts_key('num_experts', 512, 'num_local_experts'), 10, ('moe_intermediate_size', 512)),
+      is_normalized=True,
+    ),
+    Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
     rope=Rope(partial=0.25),
-    keys=(
-      sparse_step(),
-      *experts(
-        *(num_experts_key('num_experts', 512, 'num_local_experts'), 10, ('moe_intermediate_size', 512)),
-        is_normalized=True,
-      ),
-      Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
-    ),
-    fixed={'mixture.shared_gate': True},
-    names=TensorNames(shared='mlp.shared_expert.', delta_net='by_key_head'),
+    nextn=NextnHeads(most=1, has_key=False),
+    layout='by_key_head',
   ),
-  'qwen3_5_text': _qwen_hybrid(
-    *(248_320, 4096, 12_288, 32, 16, 4, 256),
-    architecture='Qwen3_5ForCausalLM',
-    rope=Rope(partial=0.25, variant='mrope'),
-    keys=_says(attn_output_gate=True, output_gate_type='swish'),
-    inert=_QWEN35_INERT,
-  ),
+  'qwen3_5_text': _qwen_hybrid('Qwen3_5ForCausalLM', (248_320, 4096, 12_288, 32, 16, 4, 256)),
   'qwen3_5_moe_text': _qwen_hybrid(
-    *(248_320, 2048, 1, 40, 16, 2, 256),
-    architecture='Qwen3_5MoeForCausalLM',
-    rope=Rope(partial=0.25, variant='mrope'),
-    keys=(
-      *experts(num_experts_key('num_experts', 256, 'num_local_experts'), 8, ('moe_intermediate_size', 512), None),
-      Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
-      *_says(attn_output_gate=True, output_gate_type='swish', norm_topk_prob=True),
-    ),
-    fixed={'mixture.shared_gate': True},
-    names=TensorNames(shared='mlp.shared_expert.'),
-    other_names={_FUSED_EXPERTS[1]: {'fused_experts': _FUSED_EXPERTS, 'expert_layout': 'transposed'}},
-    inert=_QWEN35_INERT,
+    'Qwen3_5MoeForCausalLM',
+    (248_320, 2048, 1, 40, 16, 2, 256),
+    *experts(num_experts_key('num_experts', 256, 'num_local_experts'), 8, ('moe_intermediate_size', 512), None),
+    Key('shared_expert_intermediate_size', 'mixture.shared_dim', int, 512),
+    *_says(norm_topk_prob=True),
   ),
   'olmo_hybrid': Family(
     architecture='OlmoHybridForCausalLM',

@@ -31,7 +31,6 @@ from spmd_tasks.bridges.huggingface._families import (
 )
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
-from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import LanguageModel
@@ -86,11 +85,7 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))
   elif decoder.tied and decoder.num_labels is None and folder.has_untied_head():
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=False))
-  if decoder.num_nextn:
-    names, layers = tensor_names(path), range(decoder.num_layers, decoder.num_layers + decoder.num_nextn)
-    has_head = [decoder.num_labels is None and f'{family.names.layer.format(i)}eh_proj.weight' in names for i in layers]
-    folder = folder.with_nextn_heads([*has_head, False].index(False))
-  return folder
+  return folder if family.nextn is None else folder.with_nextn_heads(folder.count_nextn_heads())
 
 
 def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> tuple[Family, str]:
@@ -168,11 +163,23 @@ class Folder:
       return self
     return dataclasses.replace(self, decoder=dataclasses.replace(self.decoder, num_nextn=num))
 
+  def count_nextn_heads(self) -> int:
+    """Returns how many multi-token prediction heads, of those that config.json counts, have tensors."""
+    nextn, names = self.family.nextn, tensor_names(self.path)
+    if nextn is None or self.decoder.num_labels is not None:
+      return 0
+    most = self.decoder.num_nextn if nextn.has_key or nextn.key in self.config else nextn.most
+    heads = [self.family.names.nextn_prefixes(self.decoder, number)[1] for number in range(most)]
+    has_head = [f'{head}{self.family.names.nextn_projection}.weight' in names for head in heads]
+    return [*has_head, False].index(False)
+
   @property
   def num_missing_nextn_heads(self) -> int:
     """The number of multi-token prediction heads that config.json counts but whose tensors are missing."""
-    has_any = self.family.has_nextn_heads and self.decoder.num_labels is None
-    return (self.config.get(NEXTN_KEY) or 0) - self.decoder.num_nextn if has_any else 0
+    nextn = self.family.nextn
+    if nextn is None or self.decoder.num_labels is not None or self.unused_nextn_tensors:
+      return 0
+    return (self.config.get(nextn.key) or 0) - self.decoder.num_nextn
 
   @property
   def dtype(self) -> str:
@@ -251,7 +258,8 @@ class Folder:
     """Returns the tensors of the files, by their names in the family."""
     tensors = read_tensors(self.path)
     if self.is_text_part:
-      texts = {name: tensor for name, tensor in tensors.items() if _TEXT_PART.match(name)}
+      head = self.family.names.nextn_head or ' '
+      texts = {name: x for name, x in tensors.items() if _TEXT_PART.match(name) or name.startswith(head)}
       tensors = {_TEXT_PREFIX.sub('', name, 1): tensor for name, tensor in texts.items()}
     self._merge_table_copies(tensors)
     if self.has_new_score_head:

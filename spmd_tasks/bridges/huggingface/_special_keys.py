@@ -36,7 +36,6 @@ from spmd_tasks.layers.attention import (
 from spmd_tasks.layers.attention.rotary_scaling import ProportionalScaling
 from spmd_tasks.layers.attention.temperature import Temperature
 
-NEXTN_KEY = 'num_nextn_predict_layers'
 _UNBOUNDED = 2**31 - 1  # `expert_capacity` of Switch with dropless routing
 _NORMALIZE_GATES = {True: 1.0, False: None}  # `norm_topk_prob` -> `normalize_gates`
 
@@ -150,17 +149,30 @@ def first_dense(default: int) -> PerLayer:
   )
 
 
+@dataclasses.dataclass(frozen=True)
 class NextnHeads:
-  """`num_nextn_predict_layers`; many folders lack the tensors of these heads, so Folder counts them."""
+  """The number of multi-token prediction heads; many folders lack their tensors, so Folder counts them.
+
+  Attributes:
+    key: the key.
+    most: how many heads can be read; of more, none are. Several heads of Qwen share one projection, ours do not.
+    has_key: whether all folders with heads have the key; without it, there are as many as have tensors.
+  """
+
+  key: str = 'num_nextn_predict_layers'
+  most: int = MAX_LAYERS
+  has_key: bool = True
 
   def read(self, config: Config, known: Values) -> Values:
-    num = config.read(NEXTN_KEY, int, 0)
+    num = config.read(self.key, int, 0)
     if not 0 <= num <= MAX_LAYERS:
-      raise config.error(NEXTN_KEY, f'must be from 0 to {MAX_LAYERS}')
-    return {'num_nextn': num}
+      raise config.error(self.key, f'must be from 0 to {MAX_LAYERS}')
+    return {'num_nextn': num if num <= self.most else 0}
 
   def write(self, decoder: Decoder) -> Values:
-    return {NEXTN_KEY: decoder.num_nextn}
+    if decoder.num_nextn > self.most:
+      raise UserError(f'the model has {decoder.num_nextn} multi-token prediction heads, and this family {self.most}.')
+    return {self.key: decoder.num_nextn} if self.has_key or decoder.num_nextn else {}
 
 
 def latent_keys(query_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> tuple[Entry, ...]:

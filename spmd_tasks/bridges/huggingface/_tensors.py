@@ -30,7 +30,10 @@ class TensorNames:
   of a head as a pair; ours rotate i and i + d/2. `fused_experts` names the kernels into and out of the hidden layers of
   all experts, None for a tensor per expert. Their `expert_layout` is 'halves', [E, D, 2F] and [E, F, D], with all
   columns of the gate first; 'interleaved', whose columns of gate and up alternate; or 'transposed', [E, 2F, D] and
-  [E, D, F].
+  [E, D, F]. `delta_net` is the layout of recurrent layers, see `_delta_net`.
+
+  `nextn_block` and `nextn_head` are the prefixes of a multi-token prediction head's block and of its other tensors, ''
+  for the number after the last layer.
   """
 
   table: str = 'model.embed_tokens.weight'
@@ -67,6 +70,17 @@ class TensorNames:
   fused_experts: tuple[str, str] | None = None
   expert_layout: Literal['halves', 'interleaved', 'transposed'] = 'halves'
   delta_net: Literal['by_key_head', 'fused', 'separate'] = 'fused'
+  nextn_block: str = ''
+  nextn_head: str = ''
+  embedding_norm: str = 'enorm'
+  hidden_norm: str = 'hnorm'
+  nextn_projection: str = 'eh_proj'
+  nextn_norm: str = 'shared_head.norm'
+
+  def nextn_prefixes(self, decoder: Decoder, number: int) -> tuple[str, str]:
+    """Returns the prefixes of the block and of the other tensors of a multi-token prediction head, from 0 on."""
+    own = self.layer.format(decoder.num_layers + number)
+    return (self.nextn_block or own).format(number), self.nextn_head or own
 
 
 def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
@@ -89,8 +103,12 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     yield Rule(f'{names.final_norm}.{theirs}', f'final_norm/{ours}')
   for i, slot in enumerate(layers):
     layer = _LayerRules(names.layer.format(i), slot)
-    kind = min(i, decoder.num_layers - 1)  # multi-token prediction heads follow the last layer, and are like it
-    pre_norm, post_norm = block_norms(decoder, is_recurrent=decoder.recurrent[kind])
+    kind, is_head = min(i, decoder.num_layers - 1), i >= decoder.num_layers  # heads are like the last layer
+    if is_head:
+      block, prefix = names.nextn_prefixes(decoder, i - decoder.num_layers)
+      layer = dataclasses.replace(layer, prefix=block)
+    is_recurrent = decoder.recurrent[kind] and not is_head
+    pre_norm, post_norm = block_norms(decoder, is_recurrent=is_recurrent)
     for their_norm, our_norm, is_there in (
       (names.attention_norm, 'attention_norm', pre_norm),
       (names.ffn_norm, 'ffn_norm', pre_norm and not decoder.parallel),
@@ -99,7 +117,7 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     ):
       for theirs, ours in norm_weights if is_there else ():
         yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
-    if decoder.recurrent[kind]:
+    if is_recurrent:
       assert decoder.delta_net is not None
       recurrent = dataclasses.replace(layer, prefix=f'{layer.prefix}linear_attn.')
       yield from _delta_net(recurrent, decoder.delta_net, names.delta_net)
@@ -110,12 +128,12 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     if decoder.output_scale:
       yield layer.rule('layer_scalar', 'output_scale')
     yield from _experts(layer, decoder, names) if decoder.mixed[kind] else _feed_forward(layer, decoder, names)
-    if i >= decoder.num_layers:
-      head = dataclasses.replace(layer, slot=LayerSlot(f'nextn_{i - decoder.num_layers}/', (), slot.block))
-      yield head.rule('enorm.weight', 'embedding_norm/scale')
-      yield head.rule('hnorm.weight', 'hidden_norm/scale')
-      yield head.rule('eh_proj.weight', 'projection/kernel', _TRANSPOSE)
-      yield head.rule('shared_head.norm.weight', 'final_norm/scale')
+    if is_head:
+      head = _LayerRules(prefix, LayerSlot(f'nextn_{i - decoder.num_layers}/', (), slot.block))
+      yield head.rule(f'{names.embedding_norm}.weight', 'embedding_norm/scale')
+      yield head.rule(f'{names.hidden_norm}.weight', 'hidden_norm/scale')
+      yield head.rule(f'{names.nextn_projection}.weight', 'projection/kernel', _TRANSPOSE)
+      yield head.rule(f'{names.nextn_norm}.weight', 'final_norm/scale')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,6 @@ from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
-from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.bridges.huggingface.base_digest import folder_digest
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
@@ -314,8 +313,8 @@ def _config(
   }
   if len(inert.get('id2label') or ()) == len(keys.get('id2label', ())):  # keep the names of the labels
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
-  if origin is not None and origin.unused_nextn_tensors and NEXTN_KEY in origin_config:  # these heads are copied
-    keys = keys | {NEXTN_KEY: origin_config[NEXTN_KEY]}
+  if origin is not None and family.nextn is not None and origin.unused_nextn_tensors:  # these heads are copied
+    keys = keys | {key: origin_config[key] for key in (family.nextn.key,) if key in origin_config}
   model_type = next(name for name, known in FAMILIES.items() if known.architecture == family.architecture)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
   return {**settings, **inert, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}

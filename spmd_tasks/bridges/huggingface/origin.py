@@ -27,7 +27,6 @@ from spmd_tasks.adapters.adapted_weights import adapters_of
 from spmd_tasks.adapters.merging import with_magnitudes
 from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
-from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.bridges.huggingface.adapter_stacks import AdapterSource, stacked_adapters
 from spmd_tasks.bridges.huggingface.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.checkpoints.checkpointer import Restored
@@ -181,8 +180,9 @@ def _read_base(
   model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
   if folder.num_missing_nextn_heads:
-    text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: they are left out.'
-    logging.warning(text, folder.path, folder.config[NEXTN_KEY], folder.num_missing_nextn_heads)
+    assert folder.family.nextn is not None
+    key, text = folder.family.nextn.key, '%s has %s = %s, but no tensors of %d of these heads: they are left out.'
+    logging.warning(text, folder.path, key, folder.config[key], folder.num_missing_nextn_heads)
   specs = dequantized_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:

@@ -26,6 +26,14 @@ from tests.bridges.huggingface.test_folders import abstract_weights, as_tree, de
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 HEADS = 'num_nextn_predict_layers'
+# How Qwen 3.5 names the tensors of a head: in place of those after the last layer, and of its own.
+QWEN_HEADS, QWEN_BLOCK = 'mtp_num_hidden_layers', 'mtp.layers.0.'
+QWEN_NAMES = {
+  'enorm': 'pre_fc_norm_embedding',
+  'hnorm': 'pre_fc_norm_hidden',
+  'eh_proj': 'fc',
+  'shared_head.norm': 'norm',
+}
 
 
 def rewrite(path, tensors, **config):
@@ -38,13 +46,20 @@ def rewrite(path, tensors, **config):
   save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / 'model.safetensors')
 
 
-@pytest.fixture(scope='module', params=['deepseek_v3', pytest.param('glm4_moe', marks=pytest.mark.exhaustive)])
+EXHAUSTIVE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ('glm4_moe', 'qwen3_next')]
+
+
+@pytest.fixture(scope='module', params=['deepseek_v3', 'qwen3_5_text', *EXHAUSTIVE])
 def reference(request, tmp_path_factory):
   """Returns a folder with a head, the names of the head's tensors, and the logits of model and head [B, T - 1, V]."""
   import torch
 
   path, num_layers = tmp_path_factory.mktemp('heads') / 'model', CONFIGS[request.param]['num_hidden_layers']
   settings = CONFIGS[request.param] | {'num_hidden_layers': num_layers + 1, 'bos_token_id': None, 'eos_token_id': 258}
+  is_qwen = 'qwen' in request.param
+  if is_qwen:  # the head's block is not recurrent
+    layer_types = (['linear_attention'] * 3 + ['full_attention', 'linear_attention'])[:num_layers]
+    settings |= {'layer_types': [*layer_types, 'full_attention'], 'tie_word_embeddings': False}
   model = random_model('AutoModelForCausalLM', settings, lambda key, value: 0.1 if value.ndim == 1 else 0.08)
   model.save_pretrained(path)
   body, ids, layer = model.model, torch.tensor(random_ids()), f'model.layers.{num_layers}.'
@@ -52,7 +67,7 @@ def reference(request, tmp_path_factory):
   eh_proj = torch.randn(len(enorm), 2 * len(enorm)) * 0.1
 
   def norm(x, scale):
-    return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * scale
+    return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * (scale + is_qwen)
 
   with torch.no_grad():
     table, kernel, layers = body.embed_tokens.weight, model.lm_head.weight, body.layers
@@ -63,8 +78,14 @@ def reference(request, tmp_path_factory):
     x = body(inputs_embeds=torch.cat(halves, -1) @ eh_proj.T, use_cache=False).last_hidden_state
     logits = [(activations @ kernel.T).numpy() for activations in (hidden, norm(x, shared_norm))]
     head_tensors = {'enorm': enorm, 'hnorm': hnorm, 'eh_proj': eh_proj, 'shared_head.norm': shared_norm}
-    head_tensors |= {'embed_tokens': table, 'shared_head.head': kernel}
-    head_tensors = {f'{layer}{name}.weight': tensor.numpy() for name, tensor in head_tensors.items()}
+  if is_qwen:
+    own = {f'mtp.{QWEN_NAMES[name]}.weight': tensor.detach().numpy() for name, tensor in head_tensors.items()}
+    block = {name: tensor for name, tensor in tensors_of(path).items() if name.startswith(layer)}
+    own |= {name.replace(layer, QWEN_BLOCK): tensor for name, tensor in block.items()} | dict.fromkeys(block)
+    rewrite(path, own, num_hidden_layers=num_layers, layer_types=layer_types, **{QWEN_HEADS: 1})
+    return path, {name for name in tensors_of(path) if name.startswith('mtp.')}, logits
+  head_tensors |= {'embed_tokens': table, 'shared_head.head': kernel}
+  head_tensors = {f'{layer}{name}.weight': tensor.detach().numpy() for name, tensor in head_tensors.items()}
   rewrite(path, head_tensors, num_hidden_layers=num_layers, **{HEADS: 1})
   return path, {name for name in tensors_of(path) if name.startswith(layer)}, logits
 
@@ -94,7 +115,7 @@ def test_logits_of_a_head_and_its_export(reference, tmp_path):
     assert exported.keys() == before.keys() > head_tensors
     for name, tensor in before.items():
       assert exported[name].tobytes() == tensor.tobytes(), name
-    assert open_folder(tmp_path / directory).config[HEADS] == 1
+    assert open_folder(tmp_path / directory).decoder.num_nextn == 1
   export_folder(tmp_path / 'new', model, weights)
   assert open_folder(tmp_path / 'new').decoder == folder.decoder
   assert tensors_of(tmp_path / 'new').keys() == before.keys()
