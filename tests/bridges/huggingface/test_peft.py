@@ -64,6 +64,8 @@ FUSED = {
   'conv': ('gpt2', {'target_modules': ['c_attn', 'c_fc', 'c_proj'], 'fan_in_fan_out': True}),
   'experts': ('qwen3_moe', {'target_modules': ATTENTION, 'target_parameters': EXPERTS}),
   'rslora of experts alone': ('mixtral', {'target_modules': [], 'target_parameters': EXPERTS[:1], 'use_rslora': True}),
+  'recurrent layers': ('qwen3_5_text', {'target_modules': ALL}),
+  'recurrent layers by head': ('qwen3_next', {'target_modules': ['q_proj', 'in_proj_qkvz', 'in_proj_ba', 'out_proj']}),
   'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }
 # Learning rates of models that amplify rounding errors: this one by 100, and by 2 per step at a higher rate.
