@@ -487,7 +487,7 @@ class LogMetrics(TrainHook):
       unit=unit,
       units_per_step=number,
       flops_per_step=model_flops(run.model),
-      peak_flops_per_second=peak_flops(run.model.mesh),
+      peak_flops_per_second=peak_flops(run.model.mesh.size),
       goodput=run.goodput,
     )
     # Rates leave out the first step, and on accelerators the second: it runs while the hooks of the first one compile.

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import glob
+import itertools
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 from spmd_tasks.files import absolute_path, glob_below, read_text
 from spmd_tasks.programs.job_directory import CONFIG_FILE, NEWEST_CHECKPOINT_FILE
-from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, read_jsonl
+from spmd_tasks.runtime.metrics import Metric, read_jsonl
 
 if TYPE_CHECKING:
   import pandas
@@ -67,12 +69,14 @@ class RecordedRun:
   def _measured(self, unit: str) -> tuple[list[int], list[float]]:
     """Returns steps, from 0 on, and the totals until them."""
     if unit == 'wall_seconds':
-      points = {step: line[unit] for step, line in self.lines.items() if isinstance(line.get(unit), float)}
-      return ([0, *points], [0.0, *points.values()]) if points else ([], [])
+      points = [(step, value) for step, line in self.lines.items() if isinstance(value := line.get(unit), float)]
+      return ([0, *(step for step, _ in points)], [0.0, *(value for _, value in points)]) if points else ([], [])
     known, totals = [0], [0.0]
     for step, line in self.lines.items():
       rate, steps_per_second = line.get(f'{unit}_per_second'), line.get('steps_per_second')
-      if isinstance(rate, float) and isinstance(steps_per_second, float) and 0 < steps_per_second < float('inf'):
+      if not isinstance(rate, float) or not isinstance(steps_per_second, float):
+        continue
+      if math.isfinite(rate) and 0 < steps_per_second < math.inf:
         known.append(step)
         totals.append(totals[-1] + round(rate / steps_per_second) * (step - known[-2]))
     return (known, totals) if len(known) > 1 else ([], [])
@@ -91,8 +95,9 @@ def find_runs(places: Iterable[epath.PathLike]) -> list[RecordedRun]:
       problem = f'has no {CONFIG_FILE} of a job, nor have the directories below it' if matches else 'is no directory'
       raise UserError(f'{os.fspath(place)} {problem}: name directories of jobs, or a directory of them.')
     found |= {os.fspath(job): job for job in jobs}
-  parent = os.path.commonpath([os.path.dirname(path) for path in found])
-  return [_read(path[len(parent) :].strip('/'), directory) for path, directory in found.items()]
+  parts = [path.split('/') for path in found]
+  shared = len([*itertools.takewhile(lambda names: len({*names}) == 1, zip(*(path[:-1] for path in parts)))])
+  return [_read('/'.join(path[shared:]), directory) for path, directory in zip(parts, found.values(), strict=True)]
 
 
 def _matches(place: epath.PathLike) -> list[epath.Path]:
@@ -122,10 +127,10 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
 def _read(name: str, directory: epath.Path) -> RecordedRun:
   saved = _read_json(directory / CONFIG_FILE)
   lines: dict[int, dict[str, Metric]] = {}
-  for path in [directory / METRICS_FILE, *glob_below(directory, f'eval/*/{METRICS_FILE}')]:
-    prefix = '' if path.parent == directory else f'eval/{path.parent.name}/'
-    with contextlib.suppress(OSError):
-      for step, metrics in read_jsonl(path.parent).items():
+  for place in [directory, *glob_below(directory, 'eval/*')]:
+    prefix = '' if place == directory else f'eval/{place.name}/'
+    with contextlib.suppress(OSError):  # a job that has not logged yet
+      for step, metrics in read_jsonl(place).items():
         line = lines.setdefault(step, {'time': metrics['time']} if 'time' in metrics else {})
         line |= {f'{prefix}{key}': value for key, value in metrics.items() if not prefix or key != 'time'}
   config, overrides = (saved[key] if isinstance(saved.get(key), dict) else {} for key in ('config', 'overrides'))

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
@@ -55,10 +54,10 @@ def peak_flops_per_device(device_kind: str) -> float | None:
   return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
 
 
-def peak_flops(mesh: Mesh) -> float | None:
-  """Returns the FLOP/s of all devices of a mesh at an MFU of 1; None for CPUs and unknown devices."""
-  peak = peak_flops_per_device(mesh.devices.flat[0].device_kind)
-  return None if peak is None else peak * mesh.size
+def peak_flops(num_devices: int) -> float | None:
+  """Returns the FLOP/s of this many of JAX's devices at an MFU of 1; None for CPUs and unknown devices."""
+  peak = peak_flops_per_device(jax.devices()[0].device_kind)
+  return None if peak is None else peak * num_devices
 
 
 def model_flops(model: PartitionedModel) -> int:

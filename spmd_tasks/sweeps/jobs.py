@@ -79,7 +79,7 @@ def _text(path: str, value: Any) -> str:
 def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns a name for each job, such as `learning_rate=0.01,seed=1`, of the settings that differ between jobs."""
   texts = [{path: _text(path, value) for path, value in each.items()} for each in settings]
-  paths = dict.fromkeys(path for each in texts for path in each)
+  paths = list(dict.fromkeys(path for each in texts for path in each))
   if len(texts) > 1:
     paths = [path for path in paths if len({each.get(path) for each in texts}) > 1]
   last = {path: path.rpartition('.')[2] for path in paths}

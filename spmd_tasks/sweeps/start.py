@@ -104,11 +104,11 @@ def _choose(flags: argparse.Namespace, job: SweepJob) -> None:
 @contextlib.contextmanager
 def _shared_programs(flags: argparse.Namespace) -> Iterator[None]:
   """Lets the jobs read one another's compiled programs; nothing changes if the command names a place for them."""
-  if flags.compilation_cache or jax.config.jax_compilation_cache_dir:
-    yield
-    return
   settings = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs')
   before = {name: getattr(jax.config, name) for name in settings}
+  if flags.compilation_cache or before['jax_compilation_cache_dir']:
+    yield
+    return
   with contextlib.ExitStack() as stack:
     path = None
     if jax.default_backend() != 'cpu':  # on accelerators a job keeps its programs for its next start
@@ -144,4 +144,6 @@ def _run_all(flags: argparse.Namespace, jobs: list[SweepJob]) -> int:
   failed = {name: code for name, code in codes.items() if code != exit_codes.OK}
   if failed:
     print(f'spmd-tasks: {len(failed)} of {len(jobs)} jobs failed: {", ".join(failed)}', file=sys.stderr)
+  elif flags.mode == 'train':
+    print(f'spmd-tasks: all {len(jobs)} jobs are complete: --mode compare {flags.job_log_dir}', file=sys.stderr)
   return next(iter(failed.values()), exit_codes.OK)

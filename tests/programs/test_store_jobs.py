@@ -5,6 +5,7 @@ import json
 from etils import epath
 import pytest
 
+import spmd_tasks
 from spmd_tasks import files
 from spmd_tasks.append_objects import _writer
 from spmd_tasks.errors import JobError, UserError
@@ -38,6 +39,11 @@ def test_a_job_in_a_store_is_that_on_a_disk(store, finished_job, tmp_path, monke
   assert read_jsonl(store / 'eval' / 'valid')[8]['loss'] == valid[8]['loss']
   assert binary.run_in_process(*own, '--mode', 'eval', '--checkpoint_step', 4) == 0
   assert set(read_jsonl(store / 'eval' / 'valid')) == {4, 8}
+  parent, _, name = str(store).rpartition('/')
+  for place in (store, parent, f'{parent}/{name[:-1]}*'):
+    frame = spmd_tasks.read_metrics(place)
+    assert frame[frame.run == name].loss.tolist() == [values['loss'] for values in metrics.values()]
+    assert frame[frame.run == name]['eval/valid/loss'].notna().sum() == 2
 
   write(store / 'prompts.jsonl', b'{"prompt": "a", "max_tokens": 2}\n{"prompt": "bc", "max_tokens": 3}\n')
   assert binary.run_in_process(*flags_of(store, '--decode_input', store / 'prompts.jsonl')) == 0
