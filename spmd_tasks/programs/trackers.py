@@ -51,9 +51,8 @@ class WandbRun:
     if isinstance(media, Image):
       value: Any = wandb.Image(media.pixels)
     elif isinstance(media, Table):
-      value = wandb.Table(
-        columns=media.columns, data=[[row.get(column) for column in media.columns] for row in media.rows]
-      )
+      rows = [[row.get(column) for column in media.columns] for row in media.rows]
+      value = wandb.Table(columns=list[Any](media.columns), data=rows)
     else:
       value = wandb.Histogram(media.values.tolist())
     if step >= self._run.step:
