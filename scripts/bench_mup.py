@@ -12,12 +12,12 @@ writes the table of docs/benchmarks.
 import argparse
 from collections.abc import Callable
 import contextlib
-import dataclasses
 import datetime
 import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from alternation import print_result
 import fiddle as fdl
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.learning import LinearWarmupCosine
+from spmd_tasks.learning import LinearWarmupCosine, Schedule
 from spmd_tasks.recipes import DenseLanguageModel
 
 KINDS = ('muP', 'standard')  # the base width of muP is the first width
@@ -36,16 +36,15 @@ HARDWARE = '2 shared cores (Intel Xeon or AMD EPYC)'
 STRIDE = 10_000  # one program trains with all rates: the steps of rate i begin at i * STRIDE
 
 
-@dataclasses.dataclass(frozen=True)
-class OneOfRates:
-  """Warms up to rate i for 2 steps and then falls to a tenth of it, at steps from i * STRIDE on."""
+def one_of_rates(num_steps: int) -> Schedule:
+  """Returns the schedule that warms up to rate i for 2 steps and falls to a tenth of it, from step i * STRIDE on."""
+  shape = LinearWarmupCosine(peak=1.0, warmup_steps=2, total_steps=num_steps, final_fraction=0.1)
 
-  num_steps: int
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+  def rate_at(step: jax.typing.ArrayLike) -> jax.Array:
     step = jnp.asarray(step)
-    shape = LinearWarmupCosine(peak=1.0, warmup_steps=2, total_steps=self.num_steps, final_fraction=0.1)
     return jnp.asarray(RATES)[step // STRIDE] * shape(step % STRIDE + 1)
+
+  return rate_at
 
 
 class Model(DenseLanguageModel):
@@ -58,12 +57,14 @@ class Model(DenseLanguageModel):
   weight_decay = 0.0
 
   def optimizer(self) -> fdl.Config:
-    return fdl.copy_with(super().optimizer(), learning_rate=OneOfRates(self.num_train_steps))
+    adam: Any = super().optimizer()
+    adam.learning_rate = one_of_rates(self.num_train_steps)
+    return adam
 
 
 def compile_training(width: int, base_width: int | None, num_steps: int) -> Callable[[int], float]:
   """Returns the function from the number of a rate to the mean loss of the last eighth of the steps."""
-  sizes = {'model_dims': width, 'num_heads': max(width // 32, 1), 'hidden_dims': 3 * width}
+  sizes: Any = {'model_dims': width, 'num_heads': max(width // 32, 1), 'hidden_dims': 3 * width}
   experiment = Model(**sizes, mup_base_width=base_width, num_train_steps=num_steps)
   task, train_input = fdl.build((experiment.task(), experiment.train_input()))
   model = partition_job(Job(name='bench_mup', experiment=experiment, task=task, train_input=train_input))
@@ -121,7 +122,11 @@ def main() -> None:
     for kind, by_width in losses.items()
   }
   if flags.to is not None:
-    result = {'date': str(datetime.date.today()), 'hardware': HARDWARE, 'versions': f'jax {jax.__version__}'}
+    result: dict[str, Any] = {
+      'date': str(datetime.date.today()),
+      'hardware': HARDWARE,
+      'versions': f'jax {jax.__version__}',
+    }
     result |= {'command': f'scripts/bench_mup.py --widths {",".join(map(str, widths))}'} | table(losses)
     flags.to.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
   ratio = best['muP'][widths[-1]] / best['muP'][widths[0]]

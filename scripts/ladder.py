@@ -21,11 +21,14 @@ import sys
 from typing import Any, NamedTuple
 
 from alternation import print_result
+import jax
 import numpy as np
 from svg import FAINT, Drawing
 
 from spmd_tasks.config import resolve
 from spmd_tasks.main import run
+
+HARDWARE = '2 shared cores (Intel Xeon or AMD EPYC)'
 
 
 class Size(NamedTuple):
@@ -44,7 +47,7 @@ class Fit(NamedTuple):
   scale: float
   exponent: float
 
-  def __call__(self, flops: float) -> float:
+  def __call__(self, flops: Any) -> Any:
     return self.irreducible + self.scale * flops**-self.exponent
 
 
@@ -89,6 +92,18 @@ def train(name: str, overrides: list[str], directory: Path, *more: str) -> None:
     sys.exit(code)
 
 
+def table(sizes: list[Size], last: Size, prediction: dict[str, Any], error: float) -> dict[str, Any]:
+  """Returns the columns and rows of the table: the sizes, and the prediction of the last one."""
+  rows = [
+    [f'{size.depth}', f'{size.num_parameters:,}', f'{size.flops:.2e}', f'{size.loss:.4f}', '', '']
+    for size in [*sizes, last]
+  ]
+  low, high = prediction['band']
+  rows[-1][4:] = [f'{prediction["loss"]:.4f} ({low:.4f} to {high:.4f})', f'{error:+.2%}']
+  columns = ['depth', 'parameters', 'FLOPs', 'loss', 'predicted before it ran', 'error']
+  return {'columns': columns, 'rows': rows}
+
+
 def draw(sizes: list[Size], last: Size, prediction: dict[str, Any]) -> str:
   """Returns a picture of the losses over FLOPs, both logarithmic, with the fit and the prediction's band."""
   width, height, left, top = 640, 420, 70, 40
@@ -124,10 +139,12 @@ def main() -> None:
   parser.add_argument('--exp', default='lm.TinyLadder')
   parser.add_argument('--job_log_dir', type=Path, required=True)
   parser.add_argument('--next', type=int, default=7, help='the depth to predict')
+  parser.add_argument('--to', type=Path, help='a result of docs/benchmarks to write')
   parser.add_argument('--set', action='append', default=[], metavar='PATH=VALUE')
   flags = parser.parse_args()
   root, overrides = flags.job_log_dir, flags.set
-  depths = [rung['depth'] for rung in resolve(flags.exp, overrides).experiment.sweep()]
+  rungs: Any = resolve(flags.exp, overrides).experiment.sweep()
+  depths = [rung['depth'] for rung in rungs]
   if flags.next <= max(depths, default=flags.next):
     parser.error(f'--next {flags.next} must be larger than the depths of the sweep, {depths}')
 
@@ -138,7 +155,7 @@ def main() -> None:
   sizes = [size_at(depth) for depth in depths]
   path = root / 'prediction.json'
   if not path.exists():
-    prediction = predict(sizes, size_at(flags.next).flops) | {'depth': flags.next}
+    prediction: Any = predict(sizes, size_at(flags.next).flops) | {'depth': flags.next}
     prediction['written'] = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     path.write_text(json.dumps(prediction, indent=1) + '\n', encoding='utf-8')
   prediction = json.loads(path.read_text(encoding='utf-8'))
@@ -149,6 +166,11 @@ def main() -> None:
   result = {'sizes': [size._asdict() for size in [*sizes, last]], 'prediction': prediction, 'error': error}
   (root / 'ladder.json').write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
   (root / 'ladder.svg').write_text(draw(sizes, last, prediction), encoding='utf-8')
+  if flags.to is not None:
+    about = {'date': str(datetime.date.today()), 'hardware': HARDWARE, 'versions': f'jax {jax.__version__}'}
+    about['command'] = 'scripts/ladder.py --job_log_dir runs/ladder'
+    text = json.dumps(about | table(sizes, last, prediction, error), indent=1)
+    flags.to.write_text(text + '\n', encoding='utf-8')
   print_result(**result, ratio=prediction['loss'] / last.loss)
 
 

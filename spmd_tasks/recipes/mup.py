@@ -41,6 +41,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import FanInNormal, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import MixtureOfExperts, Router
+from spmd_tasks.layers.recurrent import GatedDeltaNet
 from spmd_tasks.learning import AdamW, Muon
 from spmd_tasks.runtime import Task
 
@@ -84,9 +85,8 @@ def with_mup(task: fdl.Config[Task], *, base_width: int, residual_multiplier: fl
     block.residual_multiplier *= residual_multiplier
   for router in configs(Router):
     router.init_scale *= ratio
-  for mixture in configs(MixtureOfExperts):
-    if mixture.shared_gate:
-      raise UserError('mup_base_width has no rule for shared_gate: set one of them to its default.')
+  if configs(GatedDeltaNet) or any(mixture.shared_gate for mixture in configs(MixtureOfExperts)):
+    raise UserError(f'mup_base_width = {base_width} has no rule for recurrent layers and shared_gate: set None.')
   optimizer = task.learner.optimizer
   if not isinstance(optimizer, fdl.Config) or not issubclass(_class_of(optimizer), AdamW | Muon):
     raise UserError(f'mup_base_width needs the fdl.Config of AdamW or Muon, not {optimizer}.')

@@ -27,7 +27,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.learning.layer_weights import as_matrices, layer_inputs
+from spmd_tasks.learning.layer_weights import layer_inputs, layer_matrix
 from spmd_tasks.learning.schedules import learning_rate_at
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import leaves_by_name
@@ -190,8 +190,7 @@ def _effect(change: np.ndarray, spec: WeightSpec) -> float:
   """Returns by how much the change of a weight can change its output, for inputs of size 1; a mean over matrices."""
   if not layer_inputs(spec):
     return _rms(change)
-  matrices = as_matrices(change, spec) if len(change.shape) > spec.num_separate_dims + 1 else change[..., None]
-  matrices = matrices.reshape(-1, *matrices.shape[-2:])
+  matrices = change.reshape(-1, *layer_matrix(spec))
   vectors = np.random.default_rng(0).normal(size=(len(matrices), matrices.shape[-1], 1))
   norms = np.ones(len(matrices))
   for _ in range(_MAX_SINGULAR_ITERATIONS):  # a power iteration: an SVD of a large kernel takes seconds

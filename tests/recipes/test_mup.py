@@ -71,6 +71,7 @@ def test_muon_has_its_own_rule():
     ('lm.StdlibTiny', ('mup_base_depth=2',), 'mup_base_depth = 2 needs mup_base_width: set it'),
     ('lm.StdlibTiny', ('mup_base_width=0',), 'mup_base_width = 0 must be at least 1'),
     ('lm.Dense70BOnH200', ('mup_base_width=128',), 'mup_base_width needs the fdl.Config of AdamW or Muon'),
+    ('lm.HybridTiny', ('mup_base_width=128',), 'mup_base_width = 128 has no rule for recurrent layers'),
     ('t5.V11Tiny', ('mup_base_width=128',), 'recipes of T5 have no muP: set None'),
   ],
 )
