@@ -87,7 +87,8 @@ class ModuleCalls:
 
 
 def _is_per_token(x: Any, shapes: Any) -> bool:
-  return hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jnp.floating) and x.shape[:2] in shapes
+  is_array = isinstance(x, jax.Array | np.ndarray)  # arguments may be modules, too, some of which have a dtype
+  return is_array and jnp.issubdtype(x.dtype, jnp.floating) and x.shape[:2] in shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
