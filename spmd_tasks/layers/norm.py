@@ -69,19 +69,24 @@ class LayerNorm(nn.Module, kw_only=True):
 
   Fields: as in RmsNorm (Nemotron has `scale_plus_one`), and
     use_bias: whether to add a bias.
+    num_weight_dims: how many trailing dims the scale and the bias have: 2 for those of each head of [..., H, K]
+      (Command R+). The mean and the variance are those of the last dim.
   """
 
   epsilon: float = 1e-6
   use_scale: bool = True
   scale_plus_one: bool = False
   use_bias: bool = True
+  num_weight_dims: int = 1
   dtype: Any = 'float32'
   split_dims: SplitDims = ('norm',)
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = _declare_scale(self, x)
-    bias = declare_vector(self, 'bias', x, jax.nn.initializers.zeros, self.split_dims) if self.use_bias else 0.0
+    scale, bias = _declare_scale(self, x, self.num_weight_dims), jnp.float32(0)
+    if self.use_bias:
+      zeros = jax.nn.initializers.zeros
+      bias = declare_vector(self, 'bias', x, zeros, self.split_dims, self.num_weight_dims)
 
     x = x.astype(jnp.float32)
     # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.

@@ -39,6 +39,13 @@ def test_layer_norm_by_one_plus_scale_and_without_weights(rng):
   np.testing.assert_allclose(actual, reference.layer_norm(x.astype(np.float64), 1.0, 0.0), atol=1e-5)
 
 
+def test_layer_norm_with_weights_of_each_head(rng):
+  x, scale, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 6, 4), (6, 4), (6, 4)))
+  norm = LayerNorm(num_weight_dims=2, split_dims=('heads', 'head_dim'))
+  actual = norm.apply({'params': {'scale': scale, 'bias': bias}}, x)
+  np.testing.assert_allclose(actual, reference.layer_norm(x.astype(np.float64), scale, bias), atol=1e-5)
+
+
 @pytest.mark.parametrize('norm', [RmsNorm(dtype='bfloat16'), LayerNorm(dtype='bfloat16')])
 def test_bfloat16_inputs_are_normalized_in_float32(rng, norm):
   x = jax.numpy.asarray(rng.normal(size=(2, 512)), 'bfloat16')

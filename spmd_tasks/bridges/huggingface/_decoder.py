@@ -165,7 +165,8 @@ class Decoder:
     temperature: the temperature of unrotated layers, or of all layers if none is unrotated.
     qkv_bias, out_bias: whether the attention projections have biases.
     qk_norm: 'head' normalizes queries and keys per head, 'flat' over all heads of a token, 'rotated' per head after
-      the rotation, 'unscaled' likewise without scales and not in unrotated layers; None does not normalize.
+      the rotation, 'unscaled' likewise without scales and not in unrotated layers; 'layer' is a LayerNorm per head,
+      'layer_by_head' one with scales of each head and no bias; None does not normalize.
     value_norm: whether values are normalized per head, without scales.
     values_from_keys: whether the values of layers without a window are the projected keys.
     output_scale: whether blocks have a scale of their output.
@@ -356,8 +357,13 @@ def _norm(decoder: Decoder, dtype: str) -> Any:
 def _qk_norm(decoder: Decoder, dtype: str, *, rotated: bool) -> Any:
   if decoder.qk_norm is None or (decoder.qk_norm == 'unscaled' and not rotated):
     return False
-  special: dict[str, dict[str, Any]] = {'flat': {'num_dims': 2}, 'unscaled': {'use_scale': False}}
+  special: dict[str, dict[str, Any]] = {
+    **{'flat': {'num_dims': 2}, 'unscaled': {'use_scale': False}},
+    'layer_by_head': {'use_bias': False, 'num_weight_dims': 2},
+  }
   settings = special.get(decoder.qk_norm, {})
+  if decoder.qk_norm.startswith('layer'):
+    return LayerNorm(epsilon=decoder.norm_eps, dtype=dtype, **settings)
   return RmsNorm(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, dtype=dtype, **settings)
 
 

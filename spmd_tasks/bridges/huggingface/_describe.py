@@ -172,6 +172,8 @@ def _guess_norm(norm: Any) -> str:
 def _guess_qk_norm(attention: Attention) -> str | None:
   if not attention.qk_norm:
     return None
+  if isinstance(attention.qk_norm, LayerNorm):
+    return 'layer_by_head' if attention.qk_norm.num_weight_dims == 2 else 'layer'
   if not getattr(attention.qk_norm, 'use_scale', True):
     return 'unscaled'
   if attention.norms_rotated:

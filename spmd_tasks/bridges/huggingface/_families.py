@@ -1023,7 +1023,7 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_llama(256_000, 8192, 22_528, 40, 64, eps=1e-5, tied=True, eps_key='layer_norm_eps', rope=Rope(5e5)),
       *_COHERE,
-      FixedKey('use_qk_norm', False),
+      Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'layer_by_head', False: None}),
     ),
     fixed=_COHERE_BLOCK,
     names=TensorNames(interleaved=True),
@@ -1086,13 +1086,20 @@ FAMILIES: dict[str, Family] = {
         act=activation('hidden_act', 'gelu_new'),
         rope=Rope(partial=0.5),
       ),
-      FixedKey('qk_layernorm', False),
+      Key('qk_layernorm', 'qk_norm', bool, False, names={True: 'layer', False: None}),
     ),
     fixed={
       **{'norm': 'layer', 'parallel': True, 'gated': False},
       **dict.fromkeys(('qkv_bias', 'out_bias', 'mlp_bias', 'logits_bias'), True),
     },
-    names=TensorNames(out='self_attn.dense', up='mlp.fc1', down='mlp.fc2', final_norm='model.final_layernorm'),
+    names=TensorNames(
+      out='self_attn.dense',
+      up='mlp.fc1',
+      down='mlp.fc2',
+      final_norm='model.final_layernorm',
+      query_norm='self_attn.q_layernorm',
+      key_norm='self_attn.k_layernorm',
+    ),
   ),
   'stablelm': Family(
     architecture='StableLmForCausalLM',
@@ -1100,9 +1107,10 @@ FAMILIES: dict[str, Family] = {
       *_llama(50_304, 2560, 6912, 32, 32, 32, eps=1e-5, eps_key='layer_norm_eps', rope=Rope(partial=0.25)),
       Key('use_qkv_bias', 'qkv_bias', bool, False),
       Key('use_parallel_residual', 'parallel', bool, False),
-      FixedKey('qk_layernorm', False),
+      Key('qk_layernorm', 'qk_norm', bool, False, names={True: 'layer_by_head', False: None}),
     ),
     fixed={'norm': 'layer'},
+    names=TensorNames(query_norm='self_attn.q_layernorm.norms.{}', key_norm='self_attn.k_layernorm.norms.{}'),
   ),
   'nemotron': Family(
     architecture='NemotronForCausalLM',

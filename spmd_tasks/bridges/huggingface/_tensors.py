@@ -144,10 +144,11 @@ class _LayerRules:
   slot: LayerSlot
 
   def rule(
-    self, source: str | list[str], target: str | list[str], *operations: Operation, expert: int | None = None
+    self, source: str | list[str], target: str | list[str], *operations: Operation, part: int | None = None
   ) -> Rule:
+    """Returns a rule of whole weights, or of one of their experts or heads."""
     sources, targets = (names if isinstance(names, list) else [names] for names in (source, target))
-    index = self.slot.index if expert is None else (*self.slot.index, expert)
+    index = self.slot.index if part is None else (*self.slot.index, part)
     return Rule(
       [self.prefix + name for name in sources], [(self.slot.prefix + name, *index) for name in targets], *operations
     )
@@ -184,9 +185,16 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
   if decoder.sinks:
     yield layer.rule('self_attn.sinks', 'attention/sinks')
   if decoder.qk_norm not in (None, 'unscaled'):
-    split = (heads,) if decoder.qk_norm == 'flat' else ()
-    yield layer.rule(f'{names.query_norm}.weight', 'attention/query_norm/scale', *split)
-    yield layer.rule(f'{names.key_norm}.weight', 'attention/key_norm/scale', *split)
+    split = (heads,) if decoder.qk_norm == 'flat' else rotated if decoder.qk_norm == 'layer_by_head' else ()
+    norms = ('query', names.query_norm, decoder.num_heads), ('key', names.key_norm, num_kv_heads)
+    for ours, norm, num_heads in norms:
+      if '{}' in norm:  # a tensor for each head
+        for head in range(num_heads):
+          yield layer.rule(f'{norm.format(head)}.weight', f'attention/{ours}_norm/scale', *split, part=head)
+      else:
+        yield layer.rule(f'{norm}.weight', f'attention/{ours}_norm/scale', *split)
+      if decoder.qk_norm == 'layer':
+        yield layer.rule(f'{norm}.bias', f'attention/{ours}_norm/bias')
 
 
 def _halves(size: int) -> SplitDim:
@@ -309,7 +317,7 @@ def _experts(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterat
   for e in range(mixture.routing.num_experts):
     kernels = ('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)
     for ours, theirs in kernels[not decoder.gated :]:
-      yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
+      yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, part=e)
 
 
 def _shared_expert(layer: _LayerRules, decoder: Decoder, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:

@@ -20,7 +20,7 @@ from spmd_tasks.layers.attention.temperature import Temperature
 from spmd_tasks.layers.base import WithSublayers, current_layer_scope, declare_weight, dropout
 from spmd_tasks.layers.cache import KvCache
 from spmd_tasks.layers.linear import kernels, project
-from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.norm import LayerNorm, RmsNorm
 from spmd_tasks.sharding import SplitDims
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Attention(WithSublayers, kw_only=True):
     temperature: factor of the queries that grows with the position; None: none.
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020). A template
       in place of True configures the norm: `num_dims=2` normalizes over all heads, with scales [H, K] and [G, K]
-      (OLMo 2), which are split as the kernels are.
+      (OLMo 2), which are split as the kernels are. A LayerNorm over K is one too (Phi), also with scales of each head,
+      `num_weight_dims=2` (Command R+).
     value_norm: template of a norm of the values, per head; None: none.
     values_from_keys: whether values are the projected keys, before their norm and rotation (Gemma 4's full layers);
       there is no `value` kernel then.
@@ -98,7 +99,7 @@ class Attention(WithSublayers, kw_only=True):
   chunk: int | None = None
   rotary: Rotary | None = Rotary()
   temperature: Temperature | None = None
-  qk_norm: bool | RmsNorm = False
+  qk_norm: bool | RmsNorm | LayerNorm = False
   norms_rotated: bool = False
   value_norm: RmsNorm | None = None
   values_from_keys: bool = False
@@ -305,9 +306,10 @@ class Attention(WithSublayers, kw_only=True):
     zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
     return declare_weight(self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',))
 
-  def _qk_norm(self, name: str, split_dims: SplitDims) -> RmsNorm:
-    if not isinstance(self.qk_norm, RmsNorm):
+  def _qk_norm(self, name: str, split_dims: SplitDims) -> RmsNorm | LayerNorm:
+    if isinstance(self.qk_norm, bool):
       return RmsNorm(dtype=self.dtype, name=name)
-    if self.qk_norm.num_dims == 1:
-      return self.qk_norm.copy(name=name)
-    return self.qk_norm.copy(name=name, split_dims=None if split_dims is None else tuple(split_dims)[-2:])
+    norm = self.qk_norm
+    if (norm.num_weight_dims if isinstance(norm, LayerNorm) else norm.num_dims) == 1:
+      return norm.copy(name=name)
+    return norm.copy(name=name, split_dims=None if split_dims is None else tuple(split_dims)[-2:])

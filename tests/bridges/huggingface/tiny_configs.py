@@ -175,12 +175,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
   'exaone_moe': _SIZES
   | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5, 'num_experts': 12, 'num_experts_per_tok': 3}
   | {'moe_intermediate_size': 20, 'num_shared_experts': 2, 'n_group': 4, 'topk_group': 2},
-  'phi': _PLAIN | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'hidden_size': 40},
+  'phi': _PLAIN | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'hidden_size': 40, 'qk_layernorm': True},
   'stablelm': _PLAIN
-  | {'num_attention_heads': 5, 'num_key_value_heads': 1, 'hidden_size': 40, 'use_qkv_bias': True}
-  | {'use_parallel_residual': True},
+  | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'hidden_size': 48, 'use_qkv_bias': True}
+  | {'use_parallel_residual': True, 'qk_layernorm': True},
   'apertus': _PLAIN | {'num_key_value_heads': 1},
-  'cohere': _PLAIN | {'num_key_value_heads': 1, 'logit_scale': 0.3},
+  'cohere': _PLAIN | {'num_key_value_heads': 1, 'logit_scale': 0.3, 'use_qk_norm': True},
   'cohere2': _PLAIN | {'num_hidden_layers': 5, 'num_key_value_heads': 1, 'sliding_window': 5, 'attention_bias': True},
   'starcoder2': _PLAIN | {'num_key_value_heads': 1, 'sliding_window': 5},
   'phimoe': _PLAIN
