@@ -190,7 +190,7 @@ def _guess_delta_net(blocks: Sequence[TransformerBlock], full: TransformerBlock)
   if block is None:
     return None
   layer, own_norms = block.attention, (block.pre_norm, block.post_norm) != (full.pre_norm, full.post_norm)
-  settings = {field.name: getattr(layer, field.name, None) for field in dataclasses.fields(DeltaNet)}
+  settings: dict[str, Any] = {field.name: getattr(layer, field.name, None) for field in dataclasses.fields(DeltaNet)}
   settings['num_key_heads'] = layer.num_key_heads or layer.num_heads
   return DeltaNet(**settings | {'epsilon': layer.out_norm.epsilon, 'has_own_norms': own_norms})
 

@@ -8,7 +8,7 @@ Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E exper
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from spmd_tasks.bridges._operations import Each, Operation, Reshape, Take, Transpose, split_heads
 from spmd_tasks.bridges._operations import Split as SplitDim
@@ -166,9 +166,12 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
     projections.pop()
   if decoder.output_gate:  # the rows of a head are its query's, then its gate's
     del projections[0]
-    for theirs, ours, order in (('weight', 'kernel', (_TRANSPOSE,)), ('bias', 'bias', ()))[: 1 + decoder.qkv_bias]:
-      targets = [f'attention/query/{ours}', f'attention/gate/{ours}']
-      yield layer.rule(f'{names.query}.{theirs}', targets, *order, split_heads(2 * head_dim), _halves(head_dim))
+    query_and_gate = split_heads(2 * head_dim), _halves(head_dim)
+    yield layer.rule(
+      f'{names.query}.weight', ['attention/query/kernel', 'attention/gate/kernel'], _TRANSPOSE, *query_and_gate
+    )
+    if decoder.qkv_bias:
+      yield layer.rule(f'{names.query}.bias', ['attention/query/bias', 'attention/gate/bias'], *query_and_gate)
   if names.qkv is not None:
     sizes = tuple(n * head_dim for n in (decoder.num_heads, num_kv_heads, num_kv_heads))
     kernels = [f'attention/{ours}/kernel' for ours, _, _ in projections]
@@ -211,41 +214,39 @@ def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator
   num_groups, key_dim, value_dim = delta_net.num_key_heads, delta_net.key_head_dim, delta_net.value_head_dim
   repeats = delta_net.num_heads // num_groups
   keys, values = split_heads(key_dim), split_heads(value_dim)
-  names, heads = ('query', 'key', 'value'), (keys, keys, values)
-  kernels, taps = ([f'attention/{name}{kind}' for name in names] for kind in ('/kernel', '_taps'))
-  parts = SplitDim(-1, (num_groups * key_dim, num_groups * key_dim, delta_net.num_heads * value_dim)), Each(heads)
+  kernels, taps = ([f'attention/{name}{end}' for name in ('query', 'key', 'value')] for end in ('/kernel', '_taps'))
+  gate, strength, step = (f'attention/{name}/kernel' for name in ('gate', 'strength', 'step'))
+  sizes = (num_groups * key_dim, num_groups * key_dim, num_groups * repeats * value_dim)
+  parts = SplitDim(-1, sizes), Each((keys, keys, values))
+  by_tap = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE
+  gates: dict[str, tuple[Any, ...]] = {'in_proj_z': (gate, values), 'in_proj_b': (strength,), 'in_proj_a': (step,)}
+  others = {'norm': 'norm', 'out': 'out_proj'}
   if layout == 'by_key_head':
-    of_values = repeats * value_dim
-    same, split = Reshape((num_groups, key_dim), (-1, key_dim)), Reshape((num_groups, of_values), (-1, value_dim))
-    parts_of_head = SplitDim(-1, (key_dim, key_dim, of_values, of_values)), Each((same, same, split, split))
-    joint = split_heads(2 * key_dim + 2 * of_values), *parts_of_head
-    yield layer.rule('in_proj_qkvz.weight', [*kernels, 'attention/gate/kernel'], _TRANSPOSE, *joint)
-    gates = split_heads(2 * repeats), _halves(repeats), Reshape((num_groups, repeats), (-1,))
-    yield layer.rule('in_proj_ba.weight', ['attention/strength/kernel', 'attention/step/kernel'], _TRANSPOSE, *gates)
+    of_head = key_dim, key_dim, repeats * value_dim, repeats * value_dim
+    same, merge = Reshape((num_groups, key_dim), (-1, key_dim)), Reshape((num_groups, of_head[-1]), (-1, value_dim))
+    joint = split_heads(sum(of_head)), SplitDim(-1, of_head), Each((same, same, merge, merge))
+    yield layer.rule('in_proj_qkvz.weight', [*kernels, gate], _TRANSPOSE, *joint)
+    joint = split_heads(2 * repeats), _halves(repeats), Each((Reshape((num_groups, repeats), (-1,)),) * 2)
+    yield layer.rule('in_proj_ba.weight', [strength, step], _TRANSPOSE, *joint)
+    gates = {}
   elif layout == 'fused':
     yield layer.rule('in_proj_qkv.weight', kernels, _TRANSPOSE, *parts)
   else:
-    for name, kernel, split in zip('qkv', kernels, heads, strict=True):
+    for name, kernel, split in zip('qkv', kernels, (keys, keys, values), strict=True):
       yield layer.rule(f'{name}_proj.weight', kernel, _TRANSPOSE, split)
-  if layout != 'by_key_head':
-    gate, strength, step = (
-      ('in_proj_z', 'in_proj_b', 'in_proj_a') if layout == 'fused' else ('g_proj', 'b_proj', 'a_proj')
-    )
-    yield layer.rule(f'{gate}.weight', 'attention/gate/kernel', _TRANSPOSE, values)
-    yield layer.rule(f'{strength}.weight', 'attention/strength/kernel', _TRANSPOSE)
-    yield layer.rule(f'{step}.weight', 'attention/step/kernel', _TRANSPOSE)
-  is_separate = layout == 'separate'
-  by_tap = Reshape((-1, 1, delta_net.conv_size), (-1, delta_net.conv_size)), _TRANSPOSE
-  if is_separate:  # joined first, because transformers splits them into equal parts
-    joined = SplitDim(-3, parts[0].sizes, joins=True)
-    yield layer.rule([f'{name}_conv1d.weight' for name in 'qkv'], taps, joined, *by_tap, *parts)
+    gates = {'g_proj': (gate, values), 'b_proj': (strength,), 'a_proj': (step,)}
+    others = {'norm': 'o_norm', 'out': 'o_proj'}
+  for name, (kernel, *operations) in gates.items():
+    yield layer.rule(f'{name}.weight', kernel, _TRANSPOSE, *operations)
+  if layout == 'separate':  # joined first, because transformers splits them into equal parts
+    sources = [f'{name}_conv1d.weight' for name in 'qkv']
+    yield layer.rule(sources, taps, SplitDim(-3, sizes, joins=True), *by_tap, *parts)
   else:
     yield layer.rule('conv1d.weight', taps, *by_tap, *parts)
   yield layer.rule('A_log', 'attention/log_rate')
   yield layer.rule('dt_bias', 'attention/step_bias')
-  yield layer.rule('o_norm.weight' if is_separate else 'norm.weight', 'attention/out_norm/scale')
-  out = Transpose((1, 2, 0))
-  yield layer.rule('o_proj.weight' if is_separate else 'out_proj.weight', 'attention/out/kernel', values, out)
+  yield layer.rule(f'{others["norm"]}.weight', 'attention/out_norm/scale')
+  yield layer.rule(f'{others["out"]}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
 
 
 def _latent_attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:

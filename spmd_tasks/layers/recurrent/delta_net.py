@@ -30,6 +30,7 @@ from spmd_tasks.sharding.specs import axes_of
 
 _INITIAL_RATES = 0.01, 16.0  # uniform between these, as in transformers
 _INITIAL_STEPS = 0.001, 0.1  # log-uniform between these, as in Mamba 2
+_GATES = 'step', 'strength'
 _EPSILON = 1e-6  # added to the squared lengths of queries and keys
 
 
@@ -135,27 +136,24 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
         raise UserError('generation with a GatedDeltaNet needs segment_pos: pass it.')
       earlier = scope.cache.read_state(self, segment_pos)
 
-    inputs, state = {}, {}
+    inputs, state = [], {}
     for name in ('query', 'key', 'value'):
       heads, split_dims, layout = self._value_heads() if name == 'value' else self._key_heads()
       projected = project(self, name, x, heads, split_dims, layout, scale=self.init_scale)
       projected = constrain(projected, whole_rows(layout))
       taps, tail = self._taps(f'{name}_taps', heads, split_dims), earlier.get(f'{name}_tail')
-      inputs[name] = jax.nn.silu(convolve(projected, taps, documents, tail)).astype(jnp.float32)
-      state[f'{name}_tail'] = last_tokens(projected, jnp.sum(is_token, axis=1), tail, self.conv_size - 1)
-
-    query, key = _normalize(inputs['query']) / math.sqrt(self.key_head_dim), _normalize(inputs['key'])
-    query, key = (jnp.repeat(array, self.num_heads // self._num_key_heads, axis=2) for array in (query, key))
-    layout = whole_rows(self.value_activation_split_dims)
-    inputs = {'query': query, 'key': key, 'value': inputs['value']}
-    inputs = {name: constrain(array, layout) for name, array in inputs.items()}
-    inputs = {name: checkpoint_name(checkpoint_name(x, name), ATTENTION_INPUTS_NAME) for name, x in inputs.items()}
+      convolved = jax.nn.silu(convolve(projected, taps, documents, tail))
+      inputs.append(checkpoint_name(checkpoint_name(convolved, name), ATTENTION_INPUTS_NAME))
+      if scope.cache is not None:
+        state[f'{name}_tail'] = last_tokens(projected, jnp.sum(is_token, axis=1), tail, self.conv_size - 1)
     # Padding has strength 0 and log decay 0, which leave the state as it is.
     gates = [jnp.where(is_token[:, :, None], gate, 0.0) for gate in self._gates(x)]
     first = earlier.get('state')
     if first is None:
       first = jnp.zeros((len(x), self.num_heads, self.key_head_dim, self.value_head_dim), jnp.float32)
-    y, state['state'] = delta_rule(*inputs.values(), *gates, documents, first, chunk=self.chunk_tokens)
+    # The backward pass computes the chunks again: they take more memory than a layer's other activations.
+    recur = jax.checkpoint(self._recur, prevent_cse=False)
+    y, state['state'] = recur(*inputs, *gates, documents, first)
     if scope.cache is not None:
       scope.cache.write_state(self, state, self._state_split_dims())
 
@@ -164,6 +162,17 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     y = self.out_norm(y) * jax.nn.silu(gate.astype(jnp.float32))
     layouts, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', y.astype(self.dtype), x.shape[-1], *layouts, scale=scale, num_input_dims=2)
+
+  @nn.nowrap
+  def _recur(self, query: jax.Array, key: jax.Array, value: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [B, T, H, V] of the recurrence, and the last state; `rest` are arguments of `delta_rule`."""
+    query, key, value = (array.astype(jnp.float32) for array in (query, key, value))
+    query, key = _normalize(query) / math.sqrt(self.key_head_dim), _normalize(key)
+    query, key = (jnp.repeat(array, self.num_heads // self._num_key_heads, axis=2) for array in (query, key))
+    layout = whole_rows(self.value_activation_split_dims)
+    query, key, value = (constrain(array, layout) for array in (query, key, value))
+    y, state = delta_rule(query, key, value, *rest, chunk=self.chunk_tokens)
+    return y.astype(self.dtype), state
 
   def _key_heads(self) -> tuple[tuple[int, int], SplitDims, SplitDims]:
     """Returns the dims of queries and keys, and the split dims of their kernels and of themselves."""
@@ -182,17 +191,11 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the logarithm of the decay, and the strength, float32 [B, T, H]."""
     kernel, layout = (dims and tuple(dims)[:-1] for dims in (self.value_split_dims, self.value_activation_split_dims))
-    splits, settings = (self.num_heads, kernel, layout), {'scale': self.init_scale}
-    step, strength = (
-      constrain(project(self, name, x, *splits, **settings).astype(jnp.float32), whole_rows(layout))
-      for name in ('step', 'strength')
-    )
-    log_rate, step_bias = (
-      declare_weight(
-        self, name, shape=(self.num_heads,), init=init, split_dims=kernel and kernel[1:], tags=('no_decay',)
-      )[None, None, :]
-      for name, init in (('log_rate', _log_rates), ('step_bias', _step_biases))
-    )
+    projected = (project(self, name, x, self.num_heads, kernel, layout, scale=self.init_scale) for name in _GATES)
+    step, strength = (constrain(gate.astype(jnp.float32), whole_rows(layout)) for gate in projected)
+    vector: Any = {'shape': (self.num_heads,), 'split_dims': kernel and kernel[1:], 'tags': ('no_decay',)}
+    log_rate = declare_weight(self, 'log_rate', init=_log_rates, **vector)[None, None, :]
+    step_bias = declare_weight(self, 'step_bias', init=_step_biases, **vector)[None, None, :]
     return -jnp.exp(log_rate) * jax.nn.softplus(step + step_bias), self.max_strength * jax.nn.sigmoid(strength)
 
   def _state_split_dims(self) -> Mapping[str, SplitDims]:

@@ -55,9 +55,7 @@ def delta_rule(
   if length == 1 or current_layer_scope().plain_products:
     return delta_rule_by_token(query, key, value, log_decay, strength, documents, state)
   chunk = min(chunk, 1 << (length - 1).bit_length())
-  arrays = query, key, value, log_decay, strength, documents
-  by_chunk = jax.checkpoint(delta_rule_by_chunk, prevent_cse=False, static_argnums=(7,))
-  return by_chunk(*arrays, state, chunk)
+  return delta_rule_by_chunk(query, key, value, log_decay, strength, documents, state, chunk)
 
 
 def delta_rule_by_token(
@@ -100,8 +98,8 @@ def delta_rule_by_chunk(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `delta_rule` in chunks of `chunk` tokens, a power of two; the last one is filled up with padding."""
   num_rows, length, num_heads, _ = value.shape
-  arrays = query, key, value, log_decay[..., None], strength[..., None]
-  query, key, value, log_decay, strength = (_chunks(x, chunk) for x in arrays)  # [N, B, H, C, ...]
+  tokens = query, key, value, log_decay[..., None], strength[..., None]
+  query, key, value, log_decay, strength = (_chunks(x, chunk) for x in tokens)  # [N, B, H, C, ...]
   documents = _chunks(documents[:, :, None, None], chunk, mode='edge')[..., 0]  # [N, B, 1, C]
   log_decay, last = log_decay[..., 0], documents[..., -1:]  # [N, B, H, C], [N, B, 1, 1]
   before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])  # the document that a chunk continues
@@ -127,8 +125,8 @@ def delta_rule_by_chunk(
     corrections = new_values - read_keys @ state
     return state * decay + jnp.einsum('...CK,...CV->...KV', added_keys, corrections), (state, corrections)
 
-  arrays = new_values, read_keys, added_keys, state_decay[..., -1:, :]
-  state, (states, corrections) = jax.lax.scan(advance, state, arrays)
+  chunks = new_values, read_keys, added_keys, state_decay[..., -1:, :]
+  state, (states, corrections) = jax.lax.scan(advance, state, chunks)
   weights = pair_decay * jnp.einsum('...IK,...JK->...IJ', query, key)
   outputs = (query * state_decay) @ states + weights @ corrections  # [N, B, H, C, V]
   outputs = jnp.transpose(outputs, (1, 0, 3, 2, 4)).reshape(num_rows, -1, num_heads, value.shape[-1])

@@ -168,6 +168,12 @@ def test_model_flops_are_those_of_the_formula(rng):
     assert flops == 2 * 2 * LENGTH * (in_products + 3 * H * K * V)
 
 
+def test_refuses_rows_in_another_order(rng):
+  x = rng.normal(size=(1, 4, D)).astype(np.float32)
+  with layer_scope(balanced_tokens=True), pytest.raises(UserError, match=r'balances_tokens=True .* set it to False'):
+    jax.eval_shape(make_layer().init, jax.random.key(0), x)
+
+
 @pytest.mark.parametrize(
   'fields, message',
   [
