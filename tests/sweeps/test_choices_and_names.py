@@ -123,6 +123,12 @@ def test_the_list_has_every_job(capfd):
   assert [line.split()[0] for line in lines] == ['0', '1', '2', '3']
 
 
+def test_the_index_of_an_array_names_the_job_whose_config_is_printed(monkeypatch, capfd):
+  monkeypatch.setenv('SLURM_ARRAY_TASK_ID', '3')
+  assert binary.run_in_process('--exp', SHAPES, '--sweep_index', '--print_config') == exit_codes.OK
+  assert {'learning_rate = 0.5', 'seed = 1'} <= {*capfd.readouterr().out.splitlines()}
+
+
 WRONG = 'tests.sweeps.small_sweeps.Wrong'
 
 

@@ -51,8 +51,9 @@ def test_all_runs_each_job_in_its_directory(undisturbed):
 
 
 def test_a_job_by_its_index_computes_what_it_computes_among_all(undisturbed, tmp_path):
-  """Chosen by the variable of an array of Slurm, in a process of its own; then it continues as any job."""
-  finished = binary.run_binary(*command(tmp_path, '--sweep_index'), env={'SLURM_ARRAY_TASK_ID': '2'})
+  """Chosen by the index of an indexed Kubernetes Job, which then does not number the processes of one job."""
+  pod = {'KUBERNETES_SERVICE_HOST': '127.0.0.1', 'JOB_COMPLETION_INDEX': '2'}
+  finished = binary.run_binary(*command(tmp_path, '--sweep_index'), env=pod)
   assert finished.returncode == exit_codes.OK, finished.stderr
   assert [path.name for path in tmp_path.iterdir()] == [NAMES[2]]
   assert results(tmp_path / NAMES[2]) == results(undisturbed / NAMES[2])
