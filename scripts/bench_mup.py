@@ -58,7 +58,7 @@ class Model(DenseLanguageModel):
 
   def optimizer(self) -> fdl.Config:
     adam: Any = super().optimizer()
-    adam.learning_rate = one_of_rates(self.num_train_steps)
+    adam.learning_rate = one_of_rates(self.num_train_steps)  # type: ignore[operator]
     return adam
 
 

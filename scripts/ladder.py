@@ -27,6 +27,7 @@ from svg import FAINT, Drawing
 
 from spmd_tasks.config import resolve
 from spmd_tasks.main import run
+from spmd_tasks.programs.recorded_runs import find_runs
 
 HARDWARE = '2 shared cores (Intel Xeon or AMD EPYC)'
 
@@ -78,10 +79,10 @@ def size_of(name: str, overrides: list[str], directory: Path) -> Size:
   experiment: Any = resolve(name, overrides).experiment
   num_parameters = experiment.num_active_parameters()
   tokens = experiment.num_train_steps * experiment.batch_size * experiment.seq_len
-  loss = None
-  if (metrics := directory / 'eval' / 'valid' / 'metrics.jsonl').exists():
-    last = json.loads(metrics.read_text(encoding='utf-8').splitlines()[-1])
-    loss = last['cross_entropy'] if last['step'] == experiment.num_train_steps else None
+  loss: Any = None
+  if directory.exists():
+    [recorded] = find_runs([str(directory)])
+    loss = recorded.lines.get(experiment.num_train_steps, {}).get('eval/valid/cross_entropy')
   return Size(experiment.depth, num_parameters, 6.0 * num_parameters * tokens, loss)
 
 
