@@ -36,6 +36,7 @@ from spmd_tasks.verification._settings import Setting, build_job, draw_batches
 
 # Fields of recipes that grow with the width; the size of a head stays.
 _WIDTHS = ('model_dims', 'num_heads', 'num_kv_heads', 'hidden_dims', 'shared_hidden_dims', 'dense_hidden_dims')
+_KEPT = ('batch_size', 'num_layers', 'num_train_steps')  # which follow from the width in a Ladder
 _FACTORS = (1, 2, 4, 8)  # by default, of the shrunk width
 _NUM_STEPS = 4
 _NUM_SEEDS = 2
@@ -164,10 +165,14 @@ class _Sizes:
 
 def _overrides(values: Mapping[str, Any], width: int) -> tuple[str, ...]:
   own = values['model_dims']
+  """Returns the overrides for a width; it multiplies all fields in _WIDTHS."""
   sizes = {name: values[name] for name in _WIDTHS if isinstance(values.get(name), int)}
   if uneven := [f'{name} = {size}' for name, size in sizes.items() if size * width % own]:
     raise UserError(f'width {width} is {width / own:g} times model_dims = {own}, and {uneven[0]} is not divisible so.')
-  return tuple(f'{name}={size * width // own}' for name, size in sizes.items())
+  kept = {name: values[name] for name in _KEPT if name in values}
+  return tuple(f'{name}={size * width // own}' for name, size in sizes.items()) + tuple(
+    f'{name}={value}' for name, value in kept.items()
+  )
 
 
 def _with_constant_rate(job: Job) -> Job:

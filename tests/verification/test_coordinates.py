@@ -6,12 +6,14 @@ import fiddle as fdl
 import jax
 import pytest
 
+from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
+from spmd_tasks.recipes.ladder import Ladder
 from spmd_tasks.sharding.weights import leaf_name
 from spmd_tasks.verification import Bench
-from spmd_tasks.verification._coordinate_claims import coordinate_cases, parse_widths
+from spmd_tasks.verification._coordinate_claims import _overrides, coordinate_cases, parse_widths
 from tests.runtime.loss_curves import source_of
 
 WIDTHS = (16, 128)
@@ -66,6 +68,12 @@ class UnscaledRouter(Experts):
     return adam
 
 
+class TinyLadder(Ladder):
+  depth = 2
+  width_per_layer = 8
+  head_dim = 8
+
+
 def verdict_of(experiment, widths=WIDTHS):
   bench = Bench(source_of(experiment), num_devices=1, widths=widths)
   [case] = coordinate_cases(bench)
@@ -95,6 +103,19 @@ def test_a_planted_mistake_is_found_and_named(experiment, leaf, when):
   assert (verdict.failure['leaf'], verdict.failure['when']) == (leaf, when)
   assert verdict.failure['exponent'] > 0.25
   assert leaf in verdict.detail
+
+
+def test_only_the_widths_of_a_ladder_change():
+  """Its batch and steps would follow from them."""
+  values = source_of(TinyLadder).values
+  changed = dict(override.split('=') for override in _overrides(values, 64))
+  assert {name: int(value) / values[name] for name, value in changed.items() if int(value) != values[name]} == {
+    'model_dims': 4,
+    'num_heads': 4,
+    'hidden_dims': 4,
+  }
+  wide = resolve(TinyLadder, [f'{name}={value}' for name, value in changed.items()]).experiment
+  assert (wide.batch_size, wide.num_train_steps) == (values['batch_size'], values['num_train_steps'])
 
 
 @pytest.mark.parametrize('text', ['64', '64,64', '64,x', '0,64', ''])
