@@ -158,19 +158,19 @@ class TrainingLoop:
       self._skipped_in_a_row += 1
       yield Outcome(self.step, True, metrics, outputs)
       if self._skipped_in_a_row >= self._max_consecutive_skips:
+        last = f'(the last: loss {float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])})'
+        good = f'The weights are those of step {self.step}, still good'
+        if is_spike(metrics):
+          raise TrainingDivergedError(
+            f'{self._skipped_in_a_row} steps in a row had a loss or gradient above learner.spike_threshold {last}. '
+            f'{good}. Look at the data after that step, or raise the threshold if the level has changed for good.'
+          )
         advice = 'Lower the learning rate, clip gradients, or look at the data after that step'
         if self.step == 0:
           advice = 'No step was ever finite: look at the data'
-        reason, causes = 'that is not finite', 'NaNs, or an id, or a label with a weight, outside [0, vocab_size)'
-        if is_spike(metrics):
-          reason, causes = (
-            'above learner.spike_threshold',
-            'the level may have changed for good; raise the threshold then',
-          )
         raise TrainingDivergedError(
-          f'{self._skipped_in_a_row} steps in a row had a loss or gradient {reason} (the last: loss '
-          f'{float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])}). The weights are those of step '
-          f'{self.step}, still good. {advice}: {causes}.'
+          f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite {last}. {good}. {advice}: '
+          'NaNs, or an id, or a label with a weight, outside [0, vocab_size).'
         )
     elif not math.isfinite(float(metrics['weight_norm'])):
       # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.
