@@ -169,8 +169,8 @@ class TrainingLoop:
         if self.step == 0:
           advice = 'No step was ever finite: look at the data'
         raise TrainingDivergedError(
-          f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite {last}. {good}. {advice}: '
-          'NaNs, or an id, or a label with a weight, outside [0, vocab_size).'
+          f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite {last}. {good}. '
+          f'{advice}: NaNs, or an id, or a label with a weight, outside [0, vocab_size).'
         )
     elif not math.isfinite(float(metrics['weight_norm'])):
       # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.
