@@ -8,7 +8,8 @@ Shapes: B batch, T sequence, D model, H heads of values, G heads of queries and 
 and value, W taps of the convolution.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import contextlib
 import math
 from typing import Any
 
@@ -26,7 +27,7 @@ from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.recurrent.delta_rule import delta_rule
 from spmd_tasks.layers.recurrent.short_convolution import convolve, document_numbers, last_tokens
 from spmd_tasks.sharding import SplitDims, constrain
-from spmd_tasks.sharding.specs import axes_of
+from spmd_tasks.sharding.specs import axes_of, current_sharding_scope, scope_of
 
 _INITIAL_RATES = 0.01, 16.0  # uniform between these, as in transformers
 _INITIAL_STEPS = 0.001, 0.1  # log-uniform between these, as in Mamba 2
@@ -151,9 +152,7 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     first = earlier.get('state')
     if first is None:
       first = jnp.zeros((len(x), self.num_heads, self.key_head_dim, self.value_head_dim), jnp.float32)
-    # The backward pass computes the chunks again: they take more memory than a layer's other activations.
-    recur = jax.checkpoint(self._recur, prevent_cse=False)
-    y, state['state'] = recur(*inputs, *gates, documents, first)
+    y, state['state'] = _recomputed(self._recur)(*inputs, *gates, documents, first)
     if scope.cache is not None:
       scope.cache.write_state(self, state, self._state_split_dims())
 
@@ -211,6 +210,26 @@ def whole_rows(split_dims: SplitDims) -> SplitDims:
     return None
   rows, tokens, heads, *features = split_dims
   return rows, None, (*axes_of(heads), *axes_of(tokens)), *features
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a function that the backward pass computes again, whatever remat policy applies to the layer.
+
+  The products within chunks take more memory than all other activations of a layer.
+  """
+  scope = current_sharding_scope()
+
+  def in_scope(*arguments):  # JAX traces the passes of a gradient later
+    with contextlib.nullcontext() if scope is None else scope_of(scope):
+      return function(*arguments)
+
+  def backward(arguments, cotangents):
+    arguments = jax.lax.optimization_barrier(arguments)  # or XLA merges both computations, and keeps the results
+    return jax.vjp(in_scope, *arguments)[1](cotangents)
+
+  recomputed = jax.custom_vjp(in_scope)
+  recomputed.defvjp(lambda *arguments: (in_scope(*arguments), arguments), backward)
+  return recomputed
 
 
 def _normalize(x: jax.Array) -> jax.Array:

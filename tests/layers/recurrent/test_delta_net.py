@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import RmsNorm
+from spmd_tasks.layers import RmsNorm, remat_policy
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.recurrent import GatedDeltaNet
 from spmd_tasks.layers.recurrent.delta_rule import delta_rule_by_chunk, delta_rule_by_token, invert_unit_lower
@@ -166,6 +166,17 @@ def test_model_flops_are_those_of_the_formula(rng):
     with layer_scope(plain_products=True):
       flops = count_matmul_flops(layer.apply, {'params': weights}, x)
     assert flops == 2 * 2 * LENGTH * (in_products + 3 * H * K * V)
+
+
+@pytest.mark.parametrize('policy', ['none', 'elementwise', 'dots', 'attention'])
+def test_the_backward_pass_computes_the_chunks_again(policy, rng):
+  layer, x = make_layer(), rng.normal(size=(*SEGMENT_IDS.shape, D)).astype(np.float32)
+  weights = jax.eval_shape(lambda: random_weights(layer, x))
+  apply = lambda weights, x: layer.apply({'params': weights}, x)
+  if policy != 'none':
+    apply = jax.checkpoint(apply, policy=remat_policy(policy))
+  kept = jax.eval_shape(lambda weights, x: jax.tree.leaves(jax.vjp(apply, weights, x)[1]), weights, x)
+  assert max(array.ndim for array in kept) == 4  # chunks have 5 dims
 
 
 def test_refuses_rows_in_another_order(rng):
