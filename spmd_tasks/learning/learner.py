@@ -292,7 +292,7 @@ class Learner(BaseLearner):
     # The norm is finite only if every gradient element is: inf and NaN propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     is_applied, recent = is_finite, state.recent
-    if self.spike_threshold is not None:
+    if recent is not None and self.spike_threshold is not None:
       values, limits = jnp.stack([loss.astype(jnp.float32), grad_norm]), recent.limits(self.spike_threshold)
       is_applied &= jnp.all(values <= limits)
       recent = keep_if_finite(is_finite, recent.append(jnp.minimum(values, limits)), recent)
@@ -311,7 +311,7 @@ class Learner(BaseLearner):
     new_weights = keep_if_finite(is_applied, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
-      decay = self.ema_decay
+      decay: float | jax.Array = self.ema_decay
       if self.ema_warmup:
         decay = jnp.minimum(decay, (1 + step) / (10 + step))
       average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)

@@ -77,6 +77,7 @@ def scale_by_adam(
     directions = jax.tree.map(lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + epsilon), mu, nu)
     stored_mu = jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu)
     if second_moment_dtype != 'float32':
+      treedef: Any
       leaves, treedef = jax.tree.flatten(nu)
       nu = treedef.unflatten(round_randomly(x, seed=count, stream=i) for i, x in enumerate(leaves))
     kept_count = keep_if_finite(is_finite, count, state.count)

@@ -8,7 +8,7 @@ For a depth L, `chosen_by_depth` in the printed config says what was chosen, and
   together), as in nanochat, whose models have 64 features of width per layer;
 * tokens: `tokens_per_parameter` for each parameter that a token is multiplied with, 20 by default (Hoffmann et al.,
   arXiv 2203.15556);
-* batch: 0.58 * tokens^0.571 tokens (the Step Law: Li et al., arXiv 2503.04715), rounded to a power of two of rows;
+* batch: 0.58 * tokens^0.571 tokens (the Step Law: Li et al., arXiv 2503.04715), rounded to 2^n or 3 * 2^n rows;
 * learning rate: `base_rate` at the base width and depth, by muP for both (mup.py);
 * mesh: all devices on the axis `data`. `--mode plan --search` finds faster ones for a large model.
 
@@ -26,6 +26,7 @@ from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 _NUM_EVALS = 10
 _IS_SET = 'set, not chosen'
 _NUM_EVAL_ROWS = 1024
+_BATCH_SIZES = [factor * 2**n for n in range(24) for factor in (1, 3)]  # many axes divide them
 
 
 class Ladder(DenseLanguageModel):
@@ -68,8 +69,8 @@ class Ladder(DenseLanguageModel):
     num_params = self.num_active_parameters()
     num_tokens = self.tokens_per_parameter * num_params
     law = 0.58 * num_tokens**0.571
-    rows = 2 ** max(round(math.log2(law / self.seq_len)), 0)
-    reason = f'{law:,.0f} tokens by 0.58 * tokens^0.571, in a power of two of rows of {self.seq_len}'
+    rows = min(_BATCH_SIZES, key=lambda size: abs(math.log(size * self.seq_len / law)))
+    reason = f'{law:,.0f} tokens by 0.58 * tokens^0.571, in 2^n or 3 * 2^n rows of {self.seq_len}'
     rows = choose('batch_size', rows, reason)
     evals = max(round(num_tokens / (rows * self.seq_len) / _NUM_EVALS), 1)
     reason = f'{num_tokens:,.0f} tokens, {self.tokens_per_parameter:g} for each of {num_params:,} parameters'
