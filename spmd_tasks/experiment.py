@@ -396,5 +396,9 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
-  further_sizes = tuple(size for size in batch_sizes(job.train_input) if size != job.train_input.batch_size)
-  return dataclasses.replace(model, tpu_options=experiment.tpu_options() or None, batch_sizes=further_sizes)
+  further: dict[str, Any] = {}
+  if options := experiment.tpu_options():
+    further['tpu_options'] = options
+  if sizes := tuple(size for size in batch_sizes(job.train_input) if size != job.train_input.batch_size):
+    further['batch_sizes'] = sizes
+  return dataclasses.replace(model, **further) if further else model
