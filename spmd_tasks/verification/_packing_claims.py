@@ -51,7 +51,7 @@ from spmd_tasks.verification._text_claims import without_drops
 _SHIFT = 4.0  # a recurrence that keeps exp(-exp(a)) of its state per token, such as 0.001, keeps 0.88 with a - 4
 _DRAWS = {'': 0.0, f', vectors lowered by {_SHIFT:g}': -_SHIFT, f', vectors raised by {_SHIFT:g}': _SHIFT}
 # Fields of layers that compute several tokens at once and carry a state on. Rows must have several chunks.
-_CHUNKS = ('chunk', 'chunk_size')
+_CHUNKS = ('chunk', 'chunk_size', 'chunk_tokens')
 _MAX_LOOK_AHEAD = 2  # tokens
 _LOSSES = ('cross_entropy', 'z_loss', 'nextn_loss', 'loss')
 

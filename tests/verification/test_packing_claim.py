@@ -5,6 +5,7 @@ import contextlib
 import jax.numpy as jnp
 import pytest
 
+from spmd_tasks.experiments.lm import HybridTiny
 from spmd_tasks.layers import losses
 from spmd_tasks.layers.losses import total_loss_of_heads
 from spmd_tasks.verification import Bench
@@ -43,6 +44,16 @@ def test_a_planted_leak_is_found_and_named(name):
   assert verdict.status == 'BROKEN', verdict.detail
   assert verdict.failure['layer'] == LAYERS[name]
   assert verdict.failure['smallest_mesh'] == ({'context': 2} if name == 'Halo' else {})
+
+
+def test_rows_have_several_chunks_of_a_recurrence():
+  source = source_of(HybridTiny)
+  assert source.base.task.model.stack.block.blocks[0].attention.chunk_tokens == 64
+  with contextlib.closing(Bench(source, num_devices=1)) as bench:
+    one_device = next(iter(CLAIMS['packing'].cases(bench))).settings[0]
+    job, _ = bench.source.resolve(one_device.overrides)
+  chunk = job.task.model.stack.block.blocks[0].attention.chunk_tokens
+  assert 4 * chunk <= bench.source.base.train_input.seq_len
 
 
 def test_a_head_that_predicts_the_next_document_is_found(monkeypatch):
