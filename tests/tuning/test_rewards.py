@@ -85,7 +85,7 @@ def test_a_job_learns_and_resumes_in_the_middle_of_a_rollout_bit_for_bit(tmp_pat
   if num_steps > 6:
     evals = [json.loads(line) for line in (tmp_path / 'whole/eval_rewards/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in evals] == [0, 8, 16, 24]
-    assert evals[-1]['reward'] > evals[0]['reward'] + 0.3
+    assert evals[-1]['reward'] > evals[0]['reward'] + 0.15
 
 
 @pytest.mark.parametrize(
