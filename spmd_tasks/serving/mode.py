@@ -140,9 +140,12 @@ def serve(
     announce(f'{action} in {time.monotonic() - began:.1f} s. Compiling.')
     if steps is not None:
       layout = steps.layout
-      num_texts = min(layout.num_blocks // layout.table_len, steps.settings.num_slots)
+      num_slots, num_texts = steps.settings.num_slots, layout.num_blocks // layout.table_len
       size = f'{layout.num_blocks} blocks of {layout.block_tokens} tokens'
-      announce(f'The KV cache has {size}: {num_texts} texts of {steps.max_len} tokens at once, or more shorter ones.')
+      shorter = f', or up to {num_slots} shorter ones' if num_texts < num_slots else ''
+      alone = '' if layout.can_reuse else ' Prompts that begin alike share none, and are read whole.'
+      texts = f'{min(num_texts, num_slots)} texts of {steps.max_len} tokens at once{shorter}'
+      announce(f'The KV cache has {size}: {texts}.{alone}')
     served_settings = job.task.decode or DecodeSettings() if steps is None else steps.settings
     vocab_size = job.task.model.embedding.vocab_size if steps is None else steps.vocab_size
     served = ServedModel(

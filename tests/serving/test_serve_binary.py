@@ -59,7 +59,7 @@ def serving(url, key):
     assert re.fullmatch(
       r'Restoring the newest checkpoint of \S+/job\.\n'
       r'Restored step 3 in [\d.]+ s\. Compiling\.\n'
-      r'The KV cache has 8 blocks of 16 tokens: 2 texts of 64 tokens at once, or more shorter ones\.\n'
+      r'The KV cache has 8 blocks of 16 tokens: 2 texts of 64 tokens at once\.\n'
       r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n',
       client.lines,
     )
