@@ -3,8 +3,8 @@
     BatchRamp(source=TextInput(..., batch_size=8), sizes=((0, 8), (1000, 16), (3000, 32)))
 
 A batch of k B rows has the next k batches of the source, which has B rows: row q k + j is row q of the j-th. So the
-batches do not depend on the number of hosts. The position is that of the source: a job may get a ramp, or another one,
-when it resumes.
+batches do not depend on the number of hosts. The position is the source's, so a job may get a ramp when it resumes, or
+another one.
 """
 
 from collections.abc import Sequence

@@ -93,7 +93,7 @@ class KvCache(Protocol):
   def read_state(self, module: nn.Module, segment_pos: jax.Array) -> Mapping[str, jax.Array]:
     """Returns the arrays that `write_state` of the layer's last call for each text has stored, by name.
 
-    Returns {} if no row has earlier tokens, and zeros for rows that have none: a state of zeros is that of no tokens.
+    Returns {} if no row has earlier tokens, and zeros for rows that have none: a text starts from zeros.
 
     Args:
       module: the layer that calls.

@@ -69,8 +69,8 @@ class LayerNorm(nn.Module, kw_only=True):
 
   Fields: as in RmsNorm (Nemotron has `scale_plus_one`), and
     use_bias: whether to add a bias.
-    num_weight_dims: how many trailing dims the scale and the bias have: 2 for those of each head of [..., H, K]
-      (Command R+). The mean and the variance are those of the last dim.
+    num_weight_dims: how many trailing dims the scale and the bias have: 1, or 2 if each head of [..., H, K] has its own
+      (Command R+). The mean and the variance are always over the last dim.
   """
 
   epsilon: float = 1e-6

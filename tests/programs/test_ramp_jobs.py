@@ -19,6 +19,7 @@ class Ramped(Small):
   """Small without dropout. Without a learning rate, the loss of a batch is the mean over its rows of one function."""
 
   num_train_steps = 5
+  batch_size = 6  # of 8 devices
   checkpoint_every = 3
   learning_rate: float = 0.0
   has_ramp: bool = True
@@ -31,7 +32,7 @@ class Ramped(Small):
 
   def train_input(self):
     source = SyntheticLanguageModel.train_input(self)
-    return fdl.Config(BatchRamp, source=source, sizes=((0, 8), (3, 24))) if self.has_ramp else source
+    return fdl.Config(BatchRamp, source=source, sizes=((0, 6), (3, 18))) if self.has_ramp else source
 
   def eval_inputs(self):
     return {}
@@ -54,11 +55,11 @@ def test_a_larger_batch_has_the_rows_of_the_next_batches(tmp_path):
   small = losses(plain)
   expected = [*small[:3], np.mean(small[3:6]), np.mean(small[6:9])]
   np.testing.assert_allclose(losses(ramped), expected, rtol=1e-6)
-  assert list(binary.column(ramped, 'batch_size').values()) == [8, 8, 8, 24, 24]
+  assert list(binary.column(ramped, 'batch_size').values()) == [6, 6, 6, 18, 18]
   assert set(binary.column(ramped, 'num_compilations').values()) == {0}
 
   # A plain job of three steps goes on with larger batches.
-  sizes = 'train_input.sizes=[[0, 24]]'
+  sizes = 'train_input.sizes=[[0, 18]]'
   run(tmp_path / 'again', '--set', sizes, '--accept_config_changes')
   assert losses(tmp_path / 'again') == losses(ramped)
 
