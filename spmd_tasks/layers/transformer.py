@@ -178,6 +178,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
     norm: template of all norms.
     pre_norm, post_norm: whether each sublayer's input is normalized, and its output before it is added to the residual
       stream: both (Ding et al., 2021; Primer, Gemma 2), or only the output (OLMo 2).
+    ffn_pre_norm: whether the input of `ffn` is normalized; None for the same as `pre_norm`. False if `ffn` has norms of
+      its inputs, as a MixtureOfExperts with a `branch_norm` does.
     parallel: whether `ffn` reads what `attention` reads, attention_norm(x), and there is no `ffn_norm`:
       x + attention(norm(x)) + ffn(norm(x)) (GPT-J: Wang and Komatsuzaki, 2021; PaLM, Cohere).
     residual_multiplier: factor of each sublayer's output before it is added (Granite).
@@ -193,6 +195,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
   cross_attention: nn.Module | None = None
   pre_norm: bool = True
   post_norm: bool = False
+  ffn_pre_norm: bool | None = None
   parallel: bool = False
   residual_multiplier: float = 1.0
   output_scale: bool = False
@@ -234,6 +237,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
       arguments = {**segments, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
       x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, arguments, token_mask)
     ffn_ids = segment_ids if token_mask is None else token_mask.astype(jnp.int32)  # id 0 is padding
+    if normed is None and self.ffn_pre_norm is False:
+      normed = x
     x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask, normed)
     if self.output_scale:
       ones, tags = jax.nn.initializers.ones, ('no_decay',)

@@ -56,6 +56,7 @@ class Routing:
   normalize_gates: float | None = 1.0
   score_function: str = 'softmax'
   gate_scale: float = 1.0
+  expert_scales: bool = False
   gate_margin: float | None = None
   balance_bias: bool = False
   num_groups: int = 1
@@ -73,6 +74,7 @@ class Mixture:
     hidden_dim: F of one expert.
     shared_dim: F of the shared experts, one gated network for all tokens; None for no shared experts.
     shared_gate: whether the shared experts have a gate.
+    branch_norms: whether the router, the experts and the shared experts have norms of their own.
     gates_inputs: whether gates multiply the experts' inputs.
     row_capacity: maximum number of tokens of a row per expert; None for no limit.
   """
@@ -81,6 +83,7 @@ class Mixture:
   hidden_dim: int
   shared_dim: int | None = None
   shared_gate: bool = False
+  branch_norms: bool = False
   gates_inputs: bool = False
   row_capacity: int | None = None
 
@@ -386,6 +389,7 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
     norm=norm,
     pre_norm=pre_norm,
     post_norm=post_norm,
+    ffn_pre_norm=False if kind.mixed and decoder.mixture and decoder.mixture.branch_norms else None,
     parallel=decoder.parallel,
     output_scale=decoder.output_scale,
     residual_multiplier=decoder.residual_multiplier,
@@ -451,8 +455,9 @@ def _feed_forward(decoder: Decoder, hidden_dim: int, dtype: str) -> FeedForward:
 def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
   mixture = decoder.mixture
   assert mixture is not None
+  norm = _norm if mixture.branch_norms else lambda *settings: None
   return MixtureOfExperts(
-    router=TopKRouter(**vars(mixture.routing)),
+    router=TopKRouter(**vars(mixture.routing), input_norm=norm(decoder, 'float32')),
     experts=Experts(
       num_experts=mixture.routing.num_experts,
       hidden_dim=mixture.hidden_dim,
@@ -465,6 +470,7 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
     computation=Dropless(),
     row_capacity=mixture.row_capacity,
     shared_gate=mixture.shared_gate,
+    branch_norm=norm(decoder, dtype),
     shared_expert=None if mixture.shared_dim is None else _feed_forward(decoder, mixture.shared_dim, dtype),
   )
 

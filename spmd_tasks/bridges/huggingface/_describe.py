@@ -116,6 +116,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
       hidden_dim=experts.experts.hidden_dim,
       shared_dim=None if experts.shared_expert is None else experts.shared_expert.hidden_dim,
       shared_gate=experts.shared_gate,
+      branch_norms=experts.branch_norm is not None,
       gates_inputs=experts.experts.gates_inputs,
       row_capacity=experts.row_capacity,
     )

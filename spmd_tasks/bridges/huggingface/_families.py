@@ -31,6 +31,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   EqualInLayers,
   ExpertGroups,
   FullUnrotated,
+  Gemma4Experts,
   Gemma4Layers,
   Granite4Rope,
   GraniteExperts,
@@ -647,17 +648,20 @@ FAMILIES: dict[str, Family] = {
       FixedKey('use_bidirectional_attention', None, (False, 'vision')),
       NoLayer('hidden_size_per_layer_input', 256, 0, 'embeddings of the tokens for each layer'),
       NoLayer('num_kv_shared_layers', 0, 0, 'attention that reads the keys and values of an earlier layer'),
-      NoLayer('enable_moe_block', False, False, 'a network beside experts, each with norms of its own'),
+      Gemma4Experts(),
     ),
     fixed={
       **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
       'softmax_scale': 1.0,
     },
-    inert=(
-      *('hidden_act', 'vocab_size_per_layer_input', 'use_double_wide_mlp', 'moe_intermediate_size', 'num_experts'),
-      'top_k_experts',
+    inert=('hidden_act', 'vocab_size_per_layer_input', 'use_double_wide_mlp'),
+    names=TensorNames(
+      ffn_norm='pre_feedforward_layernorm',
+      router='router.proj',
+      fused_experts=('experts.gate_up_proj', 'experts.down_proj'),
+      expert_layout='transposed',
+      shared='mlp.',
     ),
-    names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'vaultgemma': Family(
     architecture='VaultGemmaForCausalLM',

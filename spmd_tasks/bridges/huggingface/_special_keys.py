@@ -564,6 +564,34 @@ class Gemma4Layers:
     return {'attention_k_eq_v': decoder.values_from_keys, 'per_layer_config': dict.fromkeys(full, sizes)}
 
 
+class Gemma4Experts:
+  """The experts of Gemma 4, beside the network of a dense layer, which is read as the shared expert."""
+
+  _EXPERTS = (
+    Key('num_experts', 'mixture.routing.num_experts', int),
+    Key('top_k_experts', 'mixture.routing.num_selected', int),
+    Key('moe_intermediate_size', 'mixture.hidden_dim', int),
+  )
+
+  def read(self, config: Config, known: Values) -> Values:
+    if not config.read('enable_moe_block', bool, False):
+      config.keys_read.update(entry.key for entry in self._EXPERTS)
+      return {}
+    values: Values = {'mixture.shared_dim': known['hidden_dim'], 'mixture.branch_norms': True}
+    values['mixture.routing.expert_scales'] = True
+    for entry in self._EXPERTS:
+      values |= entry.read(config, known)
+    return values
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.mixture is None:
+      return {'enable_moe_block': False}
+    written: Values = {'enable_moe_block': True, 'intermediate_size': decoder.mixture.shared_dim}
+    for entry in self._EXPERTS:
+      written |= entry.write(decoder)
+    return written
+
+
 class QueryScale:
   """`query_pre_attn_scalar`: attention logits are divided by its square root."""
 

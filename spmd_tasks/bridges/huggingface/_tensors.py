@@ -109,9 +109,10 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
       layer = dataclasses.replace(layer, prefix=block)
     is_recurrent = decoder.recurrent[kind] and not is_head
     pre_norm, post_norm = block_norms(decoder, is_recurrent=is_recurrent)
+    has_branch_norms = decoder.mixed[kind] and decoder.mixture is not None and decoder.mixture.branch_norms
     for their_norm, our_norm, is_there in (
       (names.attention_norm, 'attention_norm', pre_norm),
-      (names.ffn_norm, 'ffn_norm', pre_norm and not decoder.parallel),
+      (names.ffn_norm, 'ffn/shared_norm' if has_branch_norms else 'ffn_norm', pre_norm and not decoder.parallel),
       (names.attention_post_norm, 'attention_post_norm', post_norm),
       (names.ffn_post_norm, 'ffn_post_norm', post_norm),
     ):
@@ -310,6 +311,13 @@ def _experts(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterat
     yield layer.rule(names.balance_bias, 'ffn/router/balance_bias', *names.balance_bias_operations)
   if mixture.shared_dim is not None:
     yield from _shared_expert(layer, decoder, mixture.shared_dim, names)
+  if mixture.routing.expert_scales:
+    yield layer.rule('router.per_expert_scale', 'ffn/router/expert_scales')
+  if mixture.branch_norms:
+    yield layer.rule('router.scale', 'ffn/router/norm_of_input/scale')
+    yield layer.rule('pre_feedforward_layernorm_2.weight', 'ffn/experts_norm/scale')
+    yield layer.rule('post_feedforward_layernorm_2.weight', 'ffn/experts_post_norm/scale')
+    yield layer.rule('post_feedforward_layernorm_1.weight', 'ffn/shared_post_norm/scale')
   if mixture.shared_gate:
     yield layer.rule(f'{names.shared_gate}.weight', 'ffn/shared_gate', Reshape((1, -1), (-1,)))
   if names.fused_experts is not None:

@@ -35,6 +35,9 @@ class ExpertComputation(Protocol):
 class MixtureOfExperts(WithSublayers, kw_only=True):
   """Routes each token to a few experts. Weights under `router`, `experts`, `shared_expert`; `shared_gate` and `bias`.
 
+  With `branch_norm`, norms `experts_norm` and `experts_post_norm` of what the experts read and of their sum, and
+  `shared_norm` and `shared_post_norm` of the shared expert likewise. The router then reads x itself.
+
   Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the others.
 
   Fields:
@@ -44,6 +47,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     shared_expert: a feed-forward sublayer for all tokens, whose output is added (DeepSeekMoE), or None.
     shared_gate: whether the shared expert's output is multiplied by sigmoid(x . w), with a weight `shared_gate` [D]
       (Qwen2-MoE).
+    branch_norm: template of norms of the inputs and outputs of the experts and of the shared expert, which is then a
+      network beside the experts (Gemma 4); use it in a block with `ffn_pre_norm=False`. None for no such norms.
     averages_shared_expert: whether the output is the mean over the shared expert and the k chosen ones instead:
       (shared + k * (routed + bias)) / (k + 1), as MegaBlocks' `shared_expert_weighted_sum`. Needs a router with k.
     use_bias: whether a weight `bias` [D] is added to the experts' sum, once, whatever the gates (MegaBlocks).
@@ -64,6 +69,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   computation: ExpertComputation = Dropless()
   shared_expert: nn.Module | None = None
   shared_gate: bool = False
+  branch_norm: nn.Module | None = None
   averages_shared_expert: bool = False
   use_bias: bool = False
   padding: Literal['ignored', 'counted', 'routed'] = 'ignored'
@@ -117,6 +123,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     row_dropped: Any = None
     if self.row_capacity is not None:
       routing, row_dropped = within_row_capacity(routing, self.row_capacity)
+    tokens = self._norm('experts_norm', tokens)
     y, ratios = computation(tokens, routing, self.experts(x.shape[-1], train=train), train=train)
     if row_dropped is not None:
       ratios = {**ratios, 'fraction_dropped': (row_dropped[0] + ratios['fraction_dropped'][0], row_dropped[1])}
@@ -126,8 +133,10 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       zeros, split_dims = jax.nn.initializers.zeros, ('embed',)
       bias = declare_weight(self, 'bias', shape=x.shape[-1:], init=zeros, split_dims=split_dims, tags=('no_decay',))
       y = y + bias.astype(y.dtype)[None, None, :]
+    y = self._norm('experts_post_norm', y)
     if self.shared_expert is not None:
-      shared, _ = self.shared_expert(x, segment_ids, train=train)
+      shared, _ = self.shared_expert(self._norm('shared_norm', x), segment_ids, train=train)
+      shared = self._norm('shared_post_norm', shared)
       if self.shared_gate:
         init = FanInNormal()
         gate = declare_weight(
@@ -140,6 +149,10 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         shared, y = shared / (k + 1), y * (k / (k + 1))
       y = shared + y
     return y, {'routing': sums.replace(ratios=ratios)}
+
+  @nn.nowrap
+  def _norm(self, name: str, x: jax.Array) -> jax.Array:
+    return x if self.branch_norm is None else self.branch_norm.copy(name=name)(x)
 
   def _num_balance_shards(self, routing: RouterOutput, *, train: bool) -> int:
     tokens, shards = whole_batch_tokens(routing), self.load_balance_shards

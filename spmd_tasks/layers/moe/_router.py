@@ -11,6 +11,7 @@ changes a token's whole output.
 """
 
 import functools
+import math
 from typing import Any, Literal
 
 from flax import struct
@@ -27,9 +28,11 @@ from spmd_tasks.layers.base import (
   declare_weight,
 )
 from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
+from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import current_sharding_scope
+from spmd_tasks.sharding.weights import Initializer
 
 # From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
@@ -77,6 +80,7 @@ class Router(nn.Module, kw_only=True):
   Fields:
     num_experts: E.
     use_bias: whether the logits have a bias (initially zero, tagged `no_decay`; gpt-oss).
+    input_norm: template of a norm of the input, which is then divided by sqrt(D) (Gemma 4); None for neither.
     jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps), by the rng `dropout` (Switch: Fedus et al.).
     init_scale: variance scale of the kernel.
     split_dims, activation_split_dims: of the kernel and of the logits.
@@ -84,6 +88,7 @@ class Router(nn.Module, kw_only=True):
 
   num_experts: int
   use_bias: bool = False
+  input_norm: RmsNorm | None = None
   jitter_eps: float = 0.0
   init_scale: float = 1.0
   split_dims: SplitDims = ('embed', None)
@@ -102,6 +107,8 @@ class Router(nn.Module, kw_only=True):
     if train and self.jitter_eps:
       low, high = 1.0 - self.jitter_eps, 1.0 + self.jitter_eps
       x = x * jax.random.uniform(self.make_rng('dropout'), x.shape, jnp.float32, low, high)
+    if self.input_norm is not None:
+      x = self.input_norm.copy(name='norm_of_input')(x) / math.sqrt(x.shape[-1])
     shape, init = (x.shape[-1], self.num_experts), FanInNormal(scale=self.init_scale)
     kernel = declare_weight(self, 'kernel', shape=shape, init=init, split_dims=self.split_dims, num_input_dims=1)
     multiply = functools.partial(jnp.einsum, 'btd,de->bte', precision='highest')
@@ -110,22 +117,23 @@ class Router(nn.Module, kw_only=True):
       logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
     return constrain(logits, self.activation_split_dims)
 
-  def _per_expert(self, name: str, tags: tuple[str, ...]) -> jax.Array:
-    """Declares a weight [E] that starts at zero."""
-    zeros = jax.nn.initializers.zeros
-    return declare_weight(self, name, shape=(self.num_experts,), init=zeros, split_dims=(None,), tags=tags)
+  def _per_expert(self, name: str, tags: tuple[str, ...], init: Initializer = jax.nn.initializers.zeros) -> jax.Array:
+    """Declares a weight [E]."""
+    return declare_weight(self, name, shape=(self.num_experts,), init=init, split_dims=(None,), tags=tags)
 
 
 class TopKRouter(Router, kw_only=True):
   """Sends every token to the k experts with its highest scores; the lowest id wins a tie.
 
-  Router's fields and weight; `balance_bias=True` adds the weight `balance_bias` [E].
+  Router's fields and weight; `balance_bias=True` adds the weight `balance_bias` [E], `expert_scales=True` the weight
+  `expert_scales` [E].
 
   Fields:
     num_selected: k.
     score_function: 'softmax' over the experts (Shazeer et al., 2017), or 'sigmoid' of each logit (DeepSeek-V3).
     normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not.
     gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
+    expert_scales: whether each expert's gates are then multiplied by a weight that starts at 1 (Gemma 4).
     gate_margin: if set, the gate of a token's j-th choice is its share in a softmax over the experts that were not
       chosen before and whose logit z is close to the choice's logit z_j: (z_j - z) / max(|z|, z_j) <= gate_margin.
       These are the gates of SparseMixer in evaluation (PhiMoE: 2024; twice its `jitter_eps`); its training samples the
@@ -143,6 +151,7 @@ class TopKRouter(Router, kw_only=True):
   score_function: str = 'softmax'
   normalize_gates: float | None = None
   gate_scale: float = 1.0
+  expert_scales: bool = False
   gate_margin: float | None = None
   balance_bias: bool = False
   num_groups: int = 1
@@ -197,6 +206,8 @@ class TopKRouter(Router, kw_only=True):
     gates, expert_ids = self._gates(log_affinities, chosen_ids), chosen_ids
     if self.gate_margin is not None:
       gates = self.gate_scale * _shares_of_close_experts(logits, chosen_ids, self.gate_margin)
+    if self.expert_scales:
+      gates = gates * self._per_expert('expert_scales', ('no_decay',), jax.nn.initializers.ones)[chosen_ids]
     if token_mask is not None:
       expert_ids = jnp.where(token_mask[..., None], expert_ids, self.num_experts)
       gates = jnp.where(token_mask[..., None], gates, 0.0)

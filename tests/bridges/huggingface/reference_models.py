@@ -44,7 +44,7 @@ def quiet_transformers():
 
 
 def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any], float]):
-  """Returns a model of transformers with random weights, centered at 1 for norms and scalars.
+  """Returns a model of transformers with random weights, centered at 1 for norms, scales and scalars.
 
   Args:
     kind: the name of the Auto class.
@@ -62,7 +62,7 @@ def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any]
   with torch.no_grad():
     buffers = [item for item in model.named_buffers() if item[0].endswith(('e_score_correction_bias', 'layer_scalar'))]
     for key, value in [*model.named_parameters(), *buffers]:
-      value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key or 'scalar' in key))
+      value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key or 'scal' in key))
       if key.endswith('A_log'):  # slow and fast decays of recurrent layers
         value += torch.linspace(-8.0, 2.0, len(value))
   return model

@@ -191,6 +191,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
   'arcee': _SIZES | {'num_key_value_heads': 1, 'mlp_bias': True},
 }
 # Texts exceed the original length, so that the long factors are used.
+CONFIGS['gemma4_moe'] = CONFIGS['gemma4_text'] | {
+  'model_type': 'gemma4_text',
+  **{'enable_moe_block': True, 'num_experts': 12, 'top_k_experts': 3, 'moe_intermediate_size': 20},
+}
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
   _config.setdefault('model_type', _name)
