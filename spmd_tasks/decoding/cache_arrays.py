@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding.drafts import DraftRows
+
 # Dtype of quantized keys and values, which have a float32 scale for each token and head -> its largest number.
 CACHE_DTYPES = {'int8': 127.0, 'float8_e4m3fn': 448.0}
 EXPERT_IDS = 'cached_expert_ids'  # which experts computed each token, if that is recorded
@@ -134,6 +136,7 @@ def write_tokens(
   *,
   slots: jax.Array | None = None,
   tables: jax.Array | None = None,
+  drafts: DraftRows | None = None,
 ) -> Any:
   """Writes the keys and values of each row's tokens to the entries of their positions, in place if `cache` is donated.
 
@@ -147,8 +150,13 @@ def write_tokens(
       i to slot i.
     tables: int32 [D, P/D, M], the blocks of each row among the N/D of its part; blocks from N/D on are not written. If
       T > 1, `starts` are multiples of b. Rows that write to one block, as tokens of one text do, are consecutive.
+    drafts: if rows are tokens of n texts, which ones. States are then [..., k + 1, n, ., ., .], after each token of
+      each text, and the one after the text's last row that is not empty is written.
   """
   new_by_path = dict(jax.tree_util.tree_flatten_with_path(new)[0])
+  text_slots, text_lengths = slots, lengths
+  if drafts is not None:
+    text_slots, text_lengths = drafts.slots, jnp.sum(drafts.by_column(lengths), axis=0)
 
   def write(path: Any, array: jax.Array) -> jax.Array:
     tokens = new_by_path.get(path)
@@ -158,7 +166,11 @@ def write_tokens(
     if is_encoded(path):
       return _put_slots(array, tokens.astype(array.dtype), slots)
     if is_state(path):
-      return _put_slots(array, tokens.astype(array.dtype), _slots_with_tokens(slots, lengths, array.shape[slot_dim]))
+      if drafts is not None:
+        take_last = lambda states, length: states.take(length - 1, axis=slot_dim, mode='clip')
+        tokens = jax.vmap(take_last, (slot_dim + 1, 0), slot_dim)(tokens, text_lengths)
+      places = _slots_with_tokens(text_slots, text_lengths, array.shape[slot_dim])
+      return _put_slots(array, tokens.astype(array.dtype), places)
     if tables is not None and has_blocks(path):
       blocks = tables
     elif slots is None:  # a slot is a block, and a part of its own

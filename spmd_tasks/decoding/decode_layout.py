@@ -69,7 +69,7 @@ class DecodeLayout:
     self._model = model
     self.prefill_chunk: int = self._chunk_tokens() if target is None else target.prefill_chunk
     cache, specs = model.abstract_cache(num_slots)
-    is_pool = [has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(cache)[0]]
+    leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
     slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, cache)))]
     self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
     self.slots_per_part = -(-num_slots // self.num_parts)
@@ -78,7 +78,7 @@ class DecodeLayout:
     block = _BLOCK_TOKENS.get(model.platform, _SHORT_BLOCK_TOKENS)
     self.block_tokens = math.gcd(self.prefill_chunk, block) if has_later_chunks else min(model.max_len, block)
     self.table_len = -(-model.max_len // self.block_tokens)
-    self.can_reuse = all(is_pool) and model.encoder_len is None and not model.has_prefix
+    self.can_reuse = all(has_blocks(path) for path, _ in leaves) and model.encoder_len is None and not model.has_prefix
     self.reads_cache = has_later_chunks and self.num_parts == 1 and model.encoder_len is None
     if target is None:
       self.blocks_per_part = self._count_blocks(draft_model)
@@ -86,15 +86,8 @@ class DecodeLayout:
       self._check_draft(target)
       self.blocks_per_part = target.blocks_per_part
     self.num_blocks = self.num_parts * self.blocks_per_part
-    states = [path for path, _ in jax.tree_util.tree_flatten_with_path(cache)[0] if is_state(path)]
-    if settings.num_drafts and states:
-      layer = '/'.join(str(key.key) for key in states[0][:-1])
-      raise UserError(
-        f'num_drafts={settings.num_drafts}: {layer} has a state per text, which cannot take back the tokens of wrong '
-        'drafts: set task.decode.num_drafts=0.'
-      )
-    if settings.num_drafts and not all(is_pool):
-      by_slot = [leaf for leaf, pooled in zip(jax.tree.leaves(cache), is_pool, strict=True) if not pooled]
+    by_slot = [leaf for path, leaf in leaves if not has_blocks(path) and not is_state(path)]
+    if settings.num_drafts and by_slot:
       rings = [] if model.encoder_len else [leaf.shape[-2] for leaf in by_slot]
       if self.num_parts > 1 or min(rings, default=model.max_len) <= settings.num_drafts:
         raise UserError(

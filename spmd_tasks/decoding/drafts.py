@@ -56,6 +56,7 @@ class DraftRows(struct.PyTreeNode):
     tokens: int32 [R], the drafts; 0 in other rows.
     earlier: int32 [R, k], the rows of the 1, 2, .. k tokens before in the same text; R if there is none.
     rows: int32 [n, k + 1], the row of each column of a slot; R if there is none.
+    slots: int32 [n], the slot of each text, N or more for an unused one; None: text i is in slot i.
   """
 
   owners: Any
@@ -63,6 +64,11 @@ class DraftRows(struct.PyTreeNode):
   tokens: Any
   earlier: Any
   rows: Any
+  slots: Any = None
+
+  def by_column(self, x: Any) -> Any:
+    """Returns [k + 1, n, ...] from what the rows have, [R, ...]; zeros if there is no row."""
+    return jnp.take(x, self.rows.T, axis=0, mode='fill', fill_value=0)
 
   def tables_of_slots(self, tables: np.ndarray, none: int) -> np.ndarray:
     """Returns the table of each slot, int32 [D, n/D, M], from tables of the rows on the host.

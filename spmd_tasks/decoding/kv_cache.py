@@ -13,8 +13,8 @@ S = the window, and wraps around as a ring buffer. In both cases the batch's `se
 position an entry holds, and entries of an earlier sequence are not read. Each row holds one sequence; rows at different
 positions share one step.
 
-Other layers may have a state of fixed size per text (`read_state`, `write_state`), which is in `new_cache` as it is
-after the call's tokens.
+Other layers may have a state of fixed size per text (`advance_state`), which is in `new_cache` as it is after the
+call's tokens.
 
 Arrays are [B, G, S, K], in stacks of layers [L, B, G, S, K], which every layer gets whole: it reads blocks of its own
 entries (`CachedArray`). With entries before heads, each step would transpose the whole cache for the matmuls.
@@ -22,7 +22,7 @@ entries (`CachedArray`). With entries before heads, each step would transpose th
 Shapes: B batch (or slots), T tokens of this call, S cache entries, G key/value heads, K head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -43,7 +43,7 @@ from spmd_tasks.decoding.cache_arrays import (
 from spmd_tasks.decoding.cached_attention import EarlierTokens
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.layers.base import CACHE, NEW_CACHE
-from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import WeightBox
 
 
@@ -110,23 +110,46 @@ class KvCache:
         )
     return None
 
-  def read_state(self, module: nn.Module, segment_pos: jax.Array) -> Mapping[str, jax.Array]:
-    assert self.drafts is None, 'DecodeLayout refuses drafts of models with states'
-    names = [name for name in module.variables.get(CACHE, {}) if name.startswith(f'cached_{STATE}')]
-    has_earlier = (segment_pos[:, :1] > 0)[:, :, None, None]
-    state = {}
-    for name in names:
-      array = self._read(module, name.removeprefix('cached_'), len(segment_pos))
-      stored = array.stored_entries(0, array.num_entries)
-      state[name.removeprefix(f'cached_{STATE}')] = jnp.where(has_earlier, stored, jnp.zeros((), stored.dtype))
-    return state
+  def advance_state(
+    self,
+    module: nn.Module,
+    advance: Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, Mapping[str, jax.Array]]],
+    inputs: Any,
+    segment_pos: jax.Array,
+    split_dims: Mapping[str, SplitDims],
+  ) -> jax.Array:
+    """Writes arrays [B, ...] to `new_cache`; with drafts [k + 1, n, ...], the states after each token of n texts."""
+    drafts = self.drafts
+    if drafts is None:
+      y, state = advance(inputs, self._read_state(module, segment_pos[:, 0], self.slots))
+    else:
+      # One token after another, as steps without drafts read them, from the same bits to the same bits.
+      columns = jax.tree.map(drafts.by_column, inputs)
+      first = self._read_state(module, drafts.by_column(segment_pos)[0, :, 0], drafts.slots)
 
-  def write_state(
-    self, module: nn.Module, arrays: Mapping[str, jax.Array], split_dims: Mapping[str, SplitDims]
-  ) -> None:
-    for name, x in arrays.items():
-      box = WeightBox(value=x, split_dims=tuple(split_dims[name] or (None,) * 4), tags=(), stacked=0)
+      def read_column(state: Any, column: Any) -> tuple[Any, Any]:
+        y, state = advance(column, state)
+        state = {name: constrain(x, split_dims[name]) for name, x in state.items()}
+        return state, (y, state)
+
+      _, (y, state) = jax.lax.scan(read_column, first, columns)
+      y = y[drafts.columns, jnp.minimum(drafts.owners, y.shape[1] - 1)]  # [R, 1, ...]
+    for name, x in state.items():
+      dims = tuple(split_dims[name] or (None,) * 4)
+      box = WeightBox(value=x, split_dims=(None,) * (x.ndim - 4) + dims, tags=(), stacked=0)
       module.put_variable(NEW_CACHE, f'cached_{STATE}{name}', box)
+    return y
+
+  def _read_state(self, module: nn.Module, positions: jax.Array, slots: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the state of each text, whose next token has these positions [B]; {} if there is none."""
+    has_earlier, state = (positions > 0)[:, None, None, None], {}
+    for name in module.variables.get(CACHE, {}):
+      if name.startswith(f'cached_{STATE}'):
+        of_texts = dataclasses.replace(self, slots=slots)
+        array = of_texts._read(module, name.removeprefix('cached_'), len(positions))
+        stored = array.stored_entries(0, array.num_entries)
+        state[name.removeprefix(f'cached_{STATE}')] = jnp.where(has_earlier, stored, jnp.zeros((), stored.dtype))
+    return state
 
   def write_encoded(
     self, module: nn.Module, key: jax.Array, value: jax.Array, segment_ids: jax.Array, split_dims: SplitDims

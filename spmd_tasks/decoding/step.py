@@ -129,6 +129,8 @@ def _check_drafts(
   if heads:
     drafts = drafts.replace(tokens=nextn_drafts.tokens_of_rows(rows.drafts, drafts))
   of_text = functools.partial(jnp.take, indices=drafts.owners, mode='clip')
+  # Of N texts, text i is in slot i, whose state needs no gather from other devices.
+  drafts = drafts.replace(slots=None if len(inputs.slots) == len(inputs.keep) else inputs.slots)
   slots, positions = of_text(inputs.slots), of_text(rows.positions) + drafts.columns
   tokens = jnp.where(drafts.columns == 0, of_text(rows.tokens), drafts.tokens)
   active = of_text(rows.active) & (drafts.owners < len(rows.tokens))
@@ -144,7 +146,8 @@ def _check_drafts(
     batch |= {'segment_ids': lengths[:, None]}
     following = {'following': outputs.tokens.T, 'lengths': num_read, 'rows': drafts}
     new_rows, new = nextn_drafts.update_drafts(new_rows, forward, variables, cache, batch, new, heads, **following)
-  cache = write_tokens(cache, new, starts=positions, lengths=lengths, slots=slots, tables=inputs.tables)
+  places: Any = {'slots': slots, 'tables': inputs.tables, 'drafts': drafts}
+  cache = write_tokens(cache, new, starts=positions, lengths=lengths, **places)
   return new_rows, outputs, cache
 
 

@@ -7,19 +7,21 @@ Attention stores keys and values of every token:
       if earlier is not None:
         return earlier.attend(query, key, value, segment_ids, segment_pos, options)
 
-Any other layer that reads earlier tokens has a state, arrays of fixed size per text:
+Any other layer that reads earlier tokens has a state, arrays of fixed size per text, and a function that advances it:
 
-    earlier = cache.read_state(self, segment_pos)               # {} in a text's first call
-    y, state = advance(x, earlier.get('state', zeros))
-    cache.write_state(self, {'state': state}, {'state': split_dims})
+    def advance(inputs, state):  # state is {} in a text's first call
+      y, new = read(inputs['x'], inputs['segment_ids'], state.get('state', zeros))
+      return y, {'state': new}
+
+    y = cache.advance_state(self, advance, {'x': x, 'segment_ids': segment_ids}, segment_pos, {'state': split_dims})
 
 Where entries are stored, in which dtype, and how they are read is the implementation's business.
 
 Shapes: B rows, T tokens of the call, S tokens of the encoder's text, H query heads, G key/value heads, K head dim.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -90,26 +92,25 @@ class KvCache(Protocol):
     """
     ...
 
-  def read_state(self, module: nn.Module, segment_pos: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns the arrays that `write_state` of the layer's last call for each text has stored, by name.
-
-    Returns {} if no row has earlier tokens, and zeros for rows that have none: a text starts from zeros.
+  def advance_state(
+    self,
+    module: nn.Module,
+    advance: Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, Mapping[str, jax.Array]]],
+    inputs: Any,
+    segment_pos: jax.Array,
+    split_dims: Mapping[str, SplitDims],
+  ) -> jax.Array:
+    """Returns the outputs [B, T, ...] of `advance`, and stores the state of each row's text after this call's tokens.
 
     Args:
       module: the layer that calls.
+      advance: from inputs [P, S, ...] of S consecutive tokens and the state before them to outputs [P, S, ...] and the
+        state after them. A state is arrays [P, ., ., .] by name, of any dtype. It is {} if no row has earlier tokens,
+        and zeros for rows that have none: a text starts from zeros. Padding must not change it. Declares no weights,
+        as it may be called several times, for some of the tokens each.
+      inputs: a tree of arrays [B, T, ...], in which zeros are padding: it has the segment ids.
       segment_pos: int32 [B, T], consecutive positions in the text; 0 in the first column if no tokens precede the row.
-    """
-    ...
-
-  def write_state(
-    self, module: nn.Module, arrays: Mapping[str, jax.Array], split_dims: Mapping[str, SplitDims]
-  ) -> None:
-    """Stores the state of each row's text after this call's tokens, in place of the one before.
-
-    Args:
-      module: the layer that calls.
-      arrays: [B, ., ., .] by name, of any dtype. Padding, segment 0, must not have changed them.
-      split_dims: of each array.
+      split_dims: of each array of the state.
     """
     ...
 

@@ -124,8 +124,8 @@ WORLDS = (
   ('2 heads on data 2 x mdl 4', 2),
   ('prefixes on data 2 x mdl 4', 3),
   ('an encoder-decoder on data 2 x mdl 4', 0),
-  ('recurrent layers', 0),
-  ('recurrent layers on data 2 x mdl 4', 0),
+  ('recurrent layers', 3),
+  ('recurrent layers on data 2 x mdl 4', 3),
 )
 
 

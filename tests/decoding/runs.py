@@ -77,6 +77,12 @@ class TwoHeads(Uneven):
   num_nextn_predict_layers = 2
 
 
+class HybridHeads(Hybrid):
+  """With a head that predicts further tokens by a recurrent layer and attention of its own."""
+
+  num_nextn_predict_layers = 1
+
+
 MESHES = {
   'one device': (Uneven, (1, 1, 1)),
   'data 2 x mdl 4': (Uneven, (1, 2, 4)),
@@ -89,6 +95,7 @@ MESHES = {
   'latent attention, then windows and experts': (Families, (1, 1, 1, 1)),
   'recurrent layers': (Hybrid, (1, 1, 1)),
   'recurrent layers on data 2 x mdl 4': (Hybrid, (1, 2, 4)),
+  'recurrent layers, 2 heads': (HybridHeads, (1, 1, 1)),
   '2 heads': (TwoHeads, (1, 1, 1)),
   '2 heads on data 2 x mdl 4': (TwoHeads, (1, 2, 4)),
 }

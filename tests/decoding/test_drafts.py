@@ -21,13 +21,13 @@ NUM_DRAFTS = 3
 _TOLERANCE = 0.0 if jax.__version_info__ < (0, 11) else 1e-5
 
 
-def assert_same_texts(texts, expected) -> None:
+def assert_same_texts(texts, expected, tolerance=_TOLERANCE) -> None:
   """The same tokens, with the bits of their log-probabilities; see _TOLERANCE."""
   tokens = lambda texts: [[token for token, *_ in text] for text in texts]
   logprobs = lambda texts: [logprob for text in texts for _, logprob, *_ in text]
   assert tokens(texts) == tokens(expected)
-  np.testing.assert_allclose(logprobs(texts), logprobs(expected), rtol=0, atol=_TOLERANCE)
-  if not _TOLERANCE:
+  np.testing.assert_allclose(logprobs(texts), logprobs(expected), rtol=0, atol=tolerance)
+  if not tolerance:
     assert texts == expected
 
 
@@ -104,6 +104,9 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     pytest.param('one device', None, marks=exhaustive),
     pytest.param('one device', 1.0, marks=exhaustive),
     pytest.param('windows', None, marks=exhaustive),
+    pytest.param('recurrent layers', None, marks=slow),
+    pytest.param('recurrent layers, 2 heads', None, marks=exhaustive),
+    pytest.param('recurrent layers on data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('2 heads', None, marks=slow),
     pytest.param('2 heads on data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('data 2 x mdl 4', None, marks=exhaustive),
@@ -123,7 +126,8 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
   with_drafts, scheduler = _run(run, steps, requests)
   plain = run.steps if name in ('one device', 'windows') else steps
   without, plain_scheduler = _run(run, plain, [dataclasses.replace(each, num_drafts=0) for each in requests])
-  assert_same_texts(with_drafts, without)
+  # A device has one recurrent head there, and products with one column have other bits for other numbers of rows.
+  assert_same_texts(with_drafts, without, 1e-5 if name == 'recurrent layers on data 2 x mdl 4' else _TOLERANCE)
   assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > (10 if 'heads' in name else 20)
   assert scheduler.num_steps < plain_scheduler.num_steps
   assert plain_scheduler.num_drafted_tokens == 0
@@ -254,8 +258,3 @@ def test_windows_shorter_than_drafts_are_refused():
     steps_of('windows', num_drafts=3)
   with pytest.raises(ValueError, match='a draft model has no attention windows'):
     steps_of('windows', 0, num_drafts=2)
-
-
-def test_states_that_cannot_take_back_drafts_are_refused():
-  with pytest.raises(ValueError, match='num_drafts=2: stack/layers/block_0/attention has a state per text'):
-    steps_of('recurrent layers', num_drafts=2)

@@ -10,6 +10,7 @@ and value, W taps of the convolution.
 
 from collections.abc import Callable, Mapping
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -31,7 +32,7 @@ from spmd_tasks.sharding.specs import axes_of, current_sharding_scope, scope_of
 
 _INITIAL_RATES = 0.01, 16.0  # uniform between these, as in transformers
 _INITIAL_STEPS = 0.001, 0.1  # log-uniform between these, as in Mamba 2
-_GATES = 'step', 'strength'
+_CONVOLVED, _GATES = ('query', 'key', 'value'), ('step', 'strength')
 _EPSILON = 1e-6  # added to the squared lengths of queries and keys
 
 
@@ -130,37 +131,55 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
       )
     if segment_ids is None:
       segment_ids = jnp.ones(x.shape[:2], jnp.int32)
-    documents, is_token = document_numbers(segment_ids), segment_ids != 0
-    earlier: Mapping[str, jax.Array] = {}
-    if scope.cache is not None:
-      if segment_pos is None:
-        raise UserError('generation with a GatedDeltaNet needs segment_pos: pass it.')
-      earlier = scope.cache.read_state(self, segment_pos)
-
-    inputs, state = [], {}
-    for name in ('query', 'key', 'value'):
+    tokens, taps = {'segment_ids': segment_ids}, {}
+    for name in _CONVOLVED:
       heads, split_dims, layout = self._value_heads() if name == 'value' else self._key_heads()
       projected = project(self, name, x, heads, split_dims, layout, scale=self.init_scale)
-      projected = constrain(projected, whole_rows(layout))
-      taps, tail = self._taps(f'{name}_taps', heads, split_dims), earlier.get(f'{name}_tail')
-      convolved = jax.nn.silu(convolve(projected, taps, documents, tail))
-      inputs.append(checkpoint_name(checkpoint_name(convolved, name), ATTENTION_INPUTS_NAME))
-      if scope.cache is not None:
-        state[f'{name}_tail'] = last_tokens(projected, jnp.sum(is_token, axis=1), tail, self.conv_size - 1)
+      tokens[name] = constrain(projected, whole_rows(layout))
+      taps[name] = self._taps(f'{name}_taps', heads, split_dims)
     # Padding has strength 0 and log decay 0, which leave the state as it is.
-    gates = [jnp.where(is_token[:, :, None], gate, 0.0) for gate in self._gates(x)]
-    first = earlier.get('state')
-    if first is None:
-      first = jnp.zeros((len(x), self.num_heads, self.key_head_dim, self.value_head_dim), jnp.float32)
-    y, state['state'] = _recomputed(self._recur)(*inputs, *gates, documents, first)
-    if scope.cache is not None:
-      scope.cache.write_state(self, state, self._state_split_dims())
+    is_token = (segment_ids != 0)[:, :, None]
+    tokens |= {name: jnp.where(is_token, gate, 0.0) for name, gate in zip(_GATES, self._gates(x), strict=True)}
+    advance = functools.partial(self._advance, taps)
+    if scope.cache is None:
+      y, _ = advance(tokens, {})
+    elif segment_pos is None:
+      raise UserError('generation with a GatedDeltaNet needs segment_pos: pass it.')
+    else:
+      y = scope.cache.advance_state(self, advance, tokens, segment_pos, self._state_split_dims())
 
     y = constrain(checkpoint_name(y, ATTENTION_NAME), self.value_activation_split_dims)
     gate = project(self, 'gate', x, *self._value_heads(), scale=self.init_scale)
     y = self.out_norm(y) * jax.nn.silu(gate.astype(jnp.float32))
     layouts, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', y.astype(self.dtype), x.shape[-1], *layouts, scale=scale, num_input_dims=2)
+
+  @nn.nowrap
+  def _advance(
+    self, taps: Mapping[str, jax.Array], tokens: Mapping[str, jax.Array], earlier: Mapping[str, jax.Array]
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the outputs [B, T, H, V] of the recurrence, and the state after the tokens.
+
+    Args:
+      taps: of each convolution.
+      tokens: the projected queries, keys and values, the gates, and the segment ids.
+      earlier: the state before the tokens; {} if there are none.
+    """
+    segment_ids = tokens['segment_ids']
+    documents, lengths = document_numbers(segment_ids), jnp.sum(segment_ids != 0, axis=1)
+    inputs, state = [], {}
+    for name in _CONVOLVED:
+      tail = earlier.get(f'{name}_tail')
+      convolved = jax.nn.silu(convolve(tokens[name], taps[name], documents, tail))
+      inputs.append(checkpoint_name(checkpoint_name(convolved, name), ATTENTION_INPUTS_NAME))
+      state[f'{name}_tail'] = last_tokens(tokens[name], lengths, tail, self.conv_size - 1)
+    first = earlier.get('state')
+    if first is None:
+      shape = (len(segment_ids), self.num_heads, self.key_head_dim, self.value_head_dim)
+      first = jnp.zeros(shape, jnp.float32)
+    gates = (tokens[name] for name in _GATES)
+    y, state['state'] = _recomputed(self._recur)(*inputs, *gates, documents, first)
+    return y, state
 
   @nn.nowrap
   def _recur(self, query: jax.Array, key: jax.Array, value: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -122,7 +122,7 @@ def test_logits_of_a_head_and_its_export(reference, tmp_path):
 
 
 @pytest.mark.exhaustive  # tests/decoding/test_drafts.py covers generation with heads by default
-@pytest.mark.parametrize('reference', ['deepseek_v3'], indirect=True)
+@pytest.mark.parametrize('reference', ['deepseek_v3', 'qwen3_5_text'], indirect=True)
 def test_drafts_of_a_head_do_not_change_texts(reference):
   bias = tuple((token, 30.0) for token in (11, 12))
   rows = random_ids()[:2, :9].tolist()
