@@ -33,8 +33,8 @@ def set_activity(activity: str | None, *, say_now: bool = False) -> None:
   _activities.pop(_BASE, None)
   if activity is not None:
     _begin(_BASE, activity)
-    if say_now and not _is_silent():
-      _say(activity)
+    if say_now:
+      say(activity)
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def _say_periodically() -> None:
       busy_since = now
     elif now - max(busy_since, _last_s or 0.0) >= (_FIRST_S if _last_s is None else _PERIOD_S):
       activity, begun = current
-      _say(f'{activity} ... {now - begun:.0f} s')
+      say(f'{activity} ... {now - begun:.0f} s')
     time.sleep(_POLL_S)
 
 
@@ -79,7 +79,10 @@ def _current() -> tuple[str, float] | None:
   return next(reversed(activities.values()), base)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+  """Prints one line, unless SPMD_TASKS_QUIET is set."""
+  if _is_silent():
+    return
   global _last_s
   _last_s = time.monotonic()
   line, tqdm = f'{time.strftime("%H:%M:%S")} {text}', sys.modules.get('tqdm')

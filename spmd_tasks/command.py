@@ -20,6 +20,7 @@ from typing import Any
 
 from etils import epath
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.config import resolve, to_json
@@ -37,12 +38,11 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.extensions import prepare_job
 from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
-from spmd_tasks.programs.compiled_programs import programs_directory
+from spmd_tasks.programs.compiled_programs import copy_from_store, programs_directory
 from spmd_tasks.programs.goodput import process_start_time, since_epoch
 from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime.origin import Base
-from spmd_tasks.store_files import mirror
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class Command:
           report_absence(settings, str(error))
         raise
       directory = self._directory(resolved.experiment, stack)
-      self._set_compilation_cache(directory)
+      self._set_compilation_cache(directory, stack)
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
       if jax.distributed.is_initialized():
@@ -171,7 +171,7 @@ class Command:
   def _compare(self, topic: str, values: Mapping[str, Any], **options: Any) -> None:
     refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **options)
 
-  def _set_compilation_cache(self, directory: epath.Path) -> None:
+  def _set_compilation_cache(self, directory: epath.Path, stack: contextlib.ExitStack) -> None:
     """Sets the directory of JAX's compilation cache: --compilation_cache, or the job's own on accelerators."""
     setting = 'jax_compilation_cache_dir'
     if self.flags.compilation_cache == 'none':
@@ -185,11 +185,14 @@ class Command:
 
       cache = primary_decides(decide, 'compiled programs', limit_s=LOOK_LIMIT_S)
       path = epath.Path(cache) if cache and not getattr(jax.config, setting) else None
+    if path is not None and is_remote(path):
+      path = copy_from_store(path, stack)
+      # XLA's own caches for GPUs are folders, which are not copied; JAX 0.10 has their path on this host in its key.
+      jax.config.update('jax_persistent_cache_enable_xla_caches', 'none')
+    elif path is not None and path.exists() and not path.is_dir():
+      raise UserError(f'--compilation_cache {path} is not a directory: give another path, or none.')
     if path is not None:
-      if is_remote(path):
-        path = mirror(path)
-      elif path.exists() and not path.is_dir():
-        raise UserError(f'--compilation_cache {path} is not a directory: give another path, or none.')
+      compilation_cache.reset_cache()  # of programs that connecting the processes took: JAX keeps its first directory
       jax.config.update(setting, str(path))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:

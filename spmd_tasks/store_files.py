@@ -1,7 +1,10 @@
 """Reads and replaces appended files (append_objects.py), and copies folders, on a disk or in a store."""
 
+from collections.abc import Iterator
+import contextlib
 import io
 import os
+from pathlib import Path
 import threading
 import time
 
@@ -11,7 +14,7 @@ from etils import epath
 from spmd_tasks import append_objects, stores
 from spmd_tasks.files import absolute_path, append, is_remote, read_bytes, write_durably
 
-_MIRROR_PERIOD_S = 2.0
+_MIRROR_PERIOD_S, _LAST_UPLOAD_S = 2.0, 30.0
 
 
 def read_appended(path: epath.Path) -> bytes:
@@ -37,33 +40,58 @@ def place_to_read(path: epath.PathLike) -> epath.Path:
   return local_folder(path) if os.fspath(path).startswith('hf://') else absolute_path(path)
 
 
-def mirror(url: epath.Path) -> epath.Path:
-  """Copies a folder of a store to a directory of this disk, and uploads files that are added there later.
+@contextlib.contextmanager
+def mirror(url: epath.Path, *, uploads: bool) -> Iterator[epath.Path]:
+  """Copies a folder of a store to a directory of this disk; with `uploads`, uploads the files that only the disk has.
 
-  Files are uploaded in the background, seconds after they stop growing, unless the process ends sooner.
+  Files that are added later are uploaded in the background, seconds after they stop growing, and at the end. Without
+  `uploads`, files that the store does not have are deleted. A store that cannot be read or written is a warning.
   """
-  known = {os.path.basename(path) for path in stores.local_copies(os.fspath(url))}
-  directory = epath.Path(stores.local_path(os.fspath(url)))
+  directory = Path(stores.local_path(os.fspath(url)))
   directory.mkdir(parents=True, exist_ok=True)
-  threading.Thread(target=_add_new, args=(directory, url, known), name='mirror', daemon=True).start()
-  return directory
+  known: set[str] = set()
+  try:
+    known |= {os.path.basename(path) for path in stores.local_copies(os.fspath(url))}
+    if not uploads:
+      for path in directory.iterdir():
+        if path.is_file() and path.name not in known and not path.name.endswith('.partial'):
+          path.unlink(missing_ok=True)
+  except Exception as error:  # of the store's client
+    logging.warning('%s cannot be read, only its copy in %s: %s', url, directory, error)
+  if not uploads:
+    yield epath.Path(directory)
+    return
+  _upload_new(directory, url, known, settled_s=_MIRROR_PERIOD_S)
+  is_over = threading.Event()
+
+  def upload() -> None:
+    while not is_over.wait(_MIRROR_PERIOD_S):
+      _upload_new(directory, url, known, settled_s=_MIRROR_PERIOD_S)
+    _upload_new(directory, url, known, settled_s=0.0)
+
+  thread = threading.Thread(target=upload, name='mirror', daemon=True)
+  thread.start()
+  try:
+    yield epath.Path(directory)
+  finally:
+    is_over.set()
+    thread.join(_LAST_UPLOAD_S)
 
 
-def _add_new(directory: epath.Path, url: epath.Path, known: set[str]) -> None:
-  sizes: dict[str, int] = {}
-  while True:
-    time.sleep(_MIRROR_PERIOD_S)
-    try:
-      before, sizes = sizes, {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
-      for name in sizes.keys() - known:
-        if sizes[name] == before.get(name) and not name.endswith('.partial'):
-          stores.create(url / name, (directory / name).read_bytes())
-          known.add(name)
-    except FileNotFoundError:  # another process has just renamed its partial copy
-      pass
-    except OSError as error:
-      warning = 'new files in %s cannot be uploaded to %s yet: %s'
-      logging.log_first_n(logging.WARNING, warning, 1, directory, url, error)
+def _upload_new(directory: Path, url: epath.Path, known: set[str], *, settled_s: float) -> None:
+  """Uploads files that have not changed for `settled_s` seconds, and adds their names to `known`."""
+  try:
+    for path in directory.iterdir():
+      is_new = path.is_file() and path.name not in known and not path.name.endswith('.partial')
+      if not is_new or time.time() - path.stat().st_mtime < settled_s:
+        continue
+      stores.create(url / path.name, path.read_bytes())
+      known.add(path.name)
+  except FileNotFoundError:  # another process has just renamed its partial copy
+    pass
+  except Exception as error:
+    warning = 'new files in %s cannot be uploaded to %s yet: %s'
+    logging.log_first_n(logging.WARNING, warning, 1, directory, url, error)
 
 
 class GrowingFile(io.BytesIO):

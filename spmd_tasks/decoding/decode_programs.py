@@ -24,6 +24,7 @@ from spmd_tasks.activity import doing
 from spmd_tasks.decoding.decode_layout import DecodeLayout, sharding_or_format
 from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_state import DecodeState
+from spmd_tasks.runtime.program_cache import compile_program
 from spmd_tasks.sharding import padding
 
 _COMPILED_AT_ONCE = 8  # programs
@@ -102,10 +103,11 @@ class DecodePrograms:
   def _compile(self, name: Any, lower: Callable[[], Any]) -> Any:
     if name not in self._compiled:
       parts = name if isinstance(name, tuple) else (name,)
-      text = 'compiling for decoding: ' + ' '.join(str(part) for part in parts if type(part) in (str, int))
-      with doing(text):
+      text = f'the decoding program {" ".join(str(part) for part in parts if type(part) in (str, int))}'
+      with doing(f'compiling {text}'):
         lowered = lower()
-        self._compiled[name] = lowered.compile() if self._pool is None else self._pool.submit(_compile, text, lowered)
+        pool = self._pool
+        self._compiled[name] = _compile(lowered, text) if pool is None else pool.submit(_compile, lowered, text)
     return self._compiled[name]
 
   def _lower(
@@ -137,9 +139,9 @@ class DecodePrograms:
     return jitted.lower(*on_mesh, *abstract)
 
 
-def _compile(text: str, lowered: Any) -> Any:
-  with doing(text):
-    return lowered.compile()
+def _compile(lowered: Any, name: str) -> Any:
+  with doing(f'compiling {name}'):
+    return compile_program(lowered, name)
 
 
 def _compiler_options(platform: str) -> dict[str, str] | None:

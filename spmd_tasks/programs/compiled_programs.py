@@ -7,6 +7,7 @@ if this user has signed its config (signatures.py) or no job has begun there, an
 without this user's key can guess: what a stranger has put beside it is never read.
 """
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,9 +16,13 @@ import stat
 from absl import logging
 from etils import epath
 
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import gather, primary_decides
 from spmd_tasks.files import is_missing, is_remote, read_text
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PROGRAMS_DIRECTORY
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.signatures import KeyProblemError, secret_name, why_unsigned
+from spmd_tasks.store_files import mirror
 
 
 def programs_directory(job_log_dir: epath.Path) -> epath.Path | None:
@@ -41,6 +46,30 @@ def programs_directory(job_log_dir: epath.Path) -> epath.Path | None:
     )
     return None
   return path
+
+
+def copy_from_store(url: epath.Path, stack: contextlib.ExitStack) -> epath.Path | None:
+  """Returns a copy on this disk of a folder of compiled programs; process 0 uploads what JAX adds, until `stack` ends.
+
+  None, after a warning, if the processes do not have the same copies: a process that compiles a program which another
+  one has read may wait for it forever. A collective call.
+  """
+
+  def copy(*, uploads: bool) -> str:
+    try:
+      return os.fspath(stack.enter_context(mirror(url, uploads=uploads)))
+    except OSError as error:
+      logging.warning('Compiled programs of %s are not used, because there is no place for copies: %s', url, error)
+      return ''
+
+  directory = primary_decides(lambda: copy(uploads=True), 'copies of programs', limit_s=LOOK_LIMIT_S)
+  if not is_primary():
+    directory = copy(uploads=False)
+  names = sorted(path.name for path in Path(directory).iterdir() if path.is_file()) if directory else None
+  if any(others != names for others in gather(names, 'names of programs', limit_s=LOOK_LIMIT_S)):
+    logging.warning('Compiled programs of %s are not used, because the processes have different copies of it.', url)
+    return None
+  return epath.Path(directory) if directory else None
 
 
 def _why_config_unsigned(job_log_dir: epath.Path) -> str:

@@ -11,6 +11,7 @@ import jax
 from spmd_tasks.activity import doing
 from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
+from spmd_tasks.runtime.program_cache import compile_program
 from spmd_tasks.runtime.tpu_options import invalid_option_error, tpu_options
 
 # JAX (0.10 to 0.12) reports this event whenever a program is not in its in-memory caches. Reading a program from a
@@ -100,7 +101,7 @@ class CompiledStep:
     start = time.perf_counter()
     with doing(f'compiling the {self._name}'):
       try:
-        self._compiled, self._lowered = self._lowered.compile(), None
+        self._compiled, self._lowered = compile_program(self._lowered, f'the {self._name}'), None
       except jax.errors.JaxRuntimeError as error:
         raise invalid_option_error(error) or error from error.__cause__
     self.compile_seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Two processes whose job directory is in an object store: killed, and resumed bit for bit."""
+"""Two processes whose job directory and compiled programs are in an object store: killed, and resumed bit for bit."""
 
 from pathlib import Path
 import signal
@@ -29,6 +29,7 @@ def flags(job_log_dir: epath.PathLike) -> list[str]:
 
 def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
   command = [sys.executable, '-m', 'spmd_tasks.main', *flags(job_log_dir), '--num_fake_devices=4']
+  command += ['--compilation_cache', f'{job_log_dir}/programs']
   command += ['--heartbeat_timeout_s=10', '--shutdown_timeout_s=5', '--set', 'train_input.slow_s=1.0']
   return [[*command, *own] for own in coordinator_flags(num_processes=2)]
 
@@ -44,10 +45,13 @@ def test_a_job_of_two_processes_is_killed_and_resumed_bit_for_bit(store, tmp_pat
     job.wait(deadline_s=DEADLINE_S)
   before = read_jsonl(store)
   assert 5 <= max(before) < 12
-  with Job(commands(store), log_dir=tmp_path, num_devices=4) as job:
+  other_host = {'XDG_CACHE_HOME': str(tmp_path / 'other_host'), 'SPMD_TASKS_QUIET': ''}
+  with Job(commands(store), log_dir=tmp_path, num_devices=4, env=other_host) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, '\n'.join(rank.log for rank in ranks)
   assert 'resuming after step 4' in ranks[0].log
+  assert 'the train step: read from the compilation cache' in ranks[0].log
+  assert not [rank.log for rank in ranks if 'are not used' in rank.log]  # both read the same programs
   metrics = read_jsonl(store)  # of steps that were made twice, the second time
   assert list(metrics) == list(range(1, 13))
   for step in range(5, max(before) + 1):
