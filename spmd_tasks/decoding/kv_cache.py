@@ -60,6 +60,7 @@ class KvCache:
     tables: int32 [D, R, M], the blocks of each row, see CachedArray; None: arrays have one place per slot.
     drafts: says which rows are consecutive tokens of one text, if any are; T is then 1.
     layers: the layer's number in each loop over layers that it is in, from the outermost.
+    arrays: the arrays of all layers, as a tree by path; `path` is the model's own.
   """
 
   max_len: int | None = None
@@ -70,6 +71,11 @@ class KvCache:
   tables: jax.Array | None = None
   drafts: DraftRows | None = None
   layers: tuple[jax.Array, ...] = ()
+  arrays: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  path: tuple[str, ...] = ()
+
+  def of_model(self, model: nn.Module) -> 'KvCache':
+    return dataclasses.replace(self, arrays=model.variables.get(CACHE, {}), path=model.path)
 
   def in_layer(self, number: jax.Array) -> 'KvCache':
     return dataclasses.replace(self, layers=(*self.layers, number))
@@ -98,9 +104,22 @@ class KvCache:
       written = {name: jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for name, x in arrays.items()}
     is_ring = window is not None and self.max_len is not None and window < self.max_len
     self._write(module, {f'{RING if is_ring else ""}{name}': x for name, x in written.items()}, split_dims)
+    return self._earlier(_arrays_of(module), tuple(arrays), num_rows, split_dims)
+
+  def read(self, path: tuple[str, ...], num_rows: int, split_dims: SplitDims) -> EarlierTokens | None:
+    arrays: Mapping[str, Any] = self.arrays
+    for name in path[len(self.path) :]:
+      arrays = arrays.get(name, {})
+    stacked = next((array.shape[:-4] for array in arrays.values()), ())
+    of_last = dataclasses.replace(self, layers=tuple(jnp.int32(size - 1) for size in stacked))
+    return of_last._earlier(arrays, ('key', 'value'), num_rows, split_dims)
+
+  def _earlier(
+    self, arrays: Mapping[str, Any], names: tuple[str, ...], num_rows: int, split_dims: SplitDims
+  ) -> EarlierTokens | None:
     for kind in ('', RING):
-      if module.has_variable(CACHE, f'cached_{kind}{next(iter(arrays))}'):
-        cached = [self._read(module, kind + name, num_rows) for name in arrays]
+      if f'cached_{kind}{names[0]}' in arrays:
+        cached = [self._read(arrays, kind + name, num_rows) for name in names]
         return EarlierTokens(
           keys=cached[0],
           values=cached[-1],
@@ -142,11 +161,11 @@ class KvCache:
 
   def _read_state(self, module: nn.Module, positions: jax.Array, slots: jax.Array | None) -> dict[str, jax.Array]:
     """Returns the state of each text, whose next token has these positions [B]; {} if there is none."""
-    has_earlier, state = (positions > 0)[:, None, None, None], {}
-    for name in module.variables.get(CACHE, {}):
+    has_earlier, state, arrays = (positions > 0)[:, None, None, None], {}, _arrays_of(module)
+    for name in arrays:
       if name.startswith(f'cached_{STATE}'):
         of_texts = dataclasses.replace(self, slots=slots)
-        array = of_texts._read(module, name.removeprefix('cached_'), len(positions))
+        array = of_texts._read(arrays, name.removeprefix('cached_'), len(positions))
         stored = array.stored_entries(0, array.num_entries)
         state[name.removeprefix(f'cached_{STATE}')] = jnp.where(has_earlier, stored, jnp.zeros((), stored.dtype))
     return state
@@ -159,9 +178,10 @@ class KvCache:
     self._write(module, segments, split_dims and (*split_dims[:2], None, None))
 
   def read_encoded(self, module: nn.Module, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    if not module.has_variable(CACHE, f'cached_{ENCODED}key'):
+    arrays = _arrays_of(module)
+    if f'cached_{ENCODED}key' not in arrays:
       return None
-    cached = (self._read(module, ENCODED + name, num_rows) for name in ('key', 'value', 'segments'))
+    cached = (self._read(arrays, ENCODED + name, num_rows) for name in ('key', 'value', 'segments'))
     key, value, segments = (jnp.swapaxes(x.entries(0, x.num_entries), 1, 2) for x in cached)
     return key, value, segments[:, :, 0, 0]
 
@@ -184,14 +204,18 @@ class KvCache:
         box = WeightBox(value=value, split_dims=(rows, heads, columns, last), tags=(), stacked=0)
         module.put_variable(NEW_CACHE, f'cached_{stored_name}', box)
 
-  def _read(self, module: nn.Module, name: str, num_rows: int) -> Any:
+  def _read(self, arrays: Mapping[str, Any], name: str, num_rows: int) -> Any:
     """Returns the CachedArray of this name, for B rows; None if there is none."""
-    array: Any = module.get_variable(CACHE, f'cached_{name}')
+    array: Any = arrays.get(f'cached_{name}')
     if array is None:
       return None
     tables = self.tables
     if is_by_slot(f'cached_{name}'):
       tables = None if self.slots is None else self.slots[None, :, None]
     # A loop over layers that is not ours gives the arrays of one layer.
-    scale = None if name.endswith(SCALE) else self._read(module, name + SCALE, num_rows)
+    scale = None if name.endswith(SCALE) else self._read(arrays, name + SCALE, num_rows)
     return CachedArray(array, self.layers[: array.ndim - 4], tables, num_rows, scale)
+
+
+def _arrays_of(module: nn.Module) -> Mapping[str, Any]:
+  return module.variables.get(CACHE, {})

@@ -20,6 +20,7 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
   from spmd_tasks.layers.language_model import LanguageModel
+  from spmd_tasks.layers.layer_embedding import LayerEmbedding, LayerInput
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, Loss, LossOutput, losses_by_source

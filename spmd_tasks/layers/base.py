@@ -138,7 +138,13 @@ CONTEXT = {
   'prefix_mask': 'prefixes',
   'encoded': 'an encoder',
   'token_mask': 'masks_zeros',
+  'layer_inputs': 'a layer_embedding',
 }
+
+
+def num_blocks(layer: nn.Module) -> int:
+  """Returns the number of blocks in a stack or a group of blocks; 1 for a block."""
+  return getattr(layer, 'num_blocks', 1)
 
 
 def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -277,6 +283,19 @@ class KernelCall(NamedTuple):
   settings: tuple[Any, ...] = ()
 
 
+class SharedKv(struct.PyTreeNode):
+  """Keys and values that an attention computed for later layers.
+
+  Attributes:
+    key, value: [B, T, G, K], as they are compared.
+    path: of the attention, whose entries of the KV cache have earlier tokens.
+  """
+
+  key: jax.Array
+  value: jax.Array
+  path: tuple[str, ...] = struct.field(pytree_node=False)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerScope:
   """What a layer may know of the call that it is part of, beside its inputs; the only dynamic scope of layers.
@@ -291,6 +310,8 @@ class LayerScope:
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
     cache: the KvCache (cache.py) of a call that generates text; None: nothing of the call is stored.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
+    shared_kv: name -> SharedKv of the layers before, in the order of execution; layers add their own. None: layers
+      cannot share keys and values, as the stages of a pipeline.
     on_kernel: called with each KernelCall while the model is traced; None: nothing is.
   """
 
@@ -299,6 +320,7 @@ class LayerScope:
   plain_products: bool = False
   cache: Any = None
   balanced_tokens: bool = False
+  shared_kv: dict[str, SharedKv] | None = None
   on_kernel: Callable[[KernelCall], None] | None = None
 
 

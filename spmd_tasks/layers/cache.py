@@ -68,6 +68,10 @@ class KvCache(Protocol):
   @property
   def max_len(self) -> int | None: ...
 
+  def of_model(self, model: nn.Module) -> 'KvCache':
+    """Returns the cache as the layers of a model see it, which may read one another's entries."""
+    ...
+
   def in_layer(self, number: jax.Array) -> 'KvCache':
     """Returns the cache as layer `number` of a loop over layers sees it, whose arrays are stacked."""
     ...
@@ -89,6 +93,13 @@ class KvCache(Protocol):
       split_dims: of the arrays.
       segment_ids: int32 [B, T], 0 for padding; None: no padding.
       window: how many tokens a token sees; None: all. Older ones need not be stored.
+    """
+    ...
+
+  def read(self, path: tuple[str, ...], num_rows: int, split_dims: SplitDims) -> EarlierTokens | None:
+    """Returns the tokens of earlier calls of the attention at `path`; None in a text's first call.
+
+    In a loop over layers, it is the attention of the last one. `split_dims` are those of its `update`.
     """
     ...
 

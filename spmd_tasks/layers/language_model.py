@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._context import balance_tokens
 from spmd_tasks.layers.attention._plain import attention_layout
-from spmd_tasks.layers.base import WithSublayers, current_layer_scope, dropout, layer_scope, run_layer
+from spmd_tasks.layers.base import WithSublayers, current_layer_scope, dropout, layer_scope, num_blocks, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
 
 
@@ -25,6 +25,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
     positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
+    layer_embedding: a LayerEmbedding, whose vectors the blocks of `stack` add by a `layer_input`; None for none.
     position_bias: a RelativePositionBias that all layers of `stack` share; None if layers have none, or their own.
     dropout_rate: of the embeddings and of the final norm's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
@@ -45,6 +46,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   stack: nn.Module
   final_norm: nn.Module
   positions: nn.Module | None = None
+  layer_embedding: nn.Module | None = None
   position_bias: nn.Module | None = None
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
@@ -74,7 +76,9 @@ class LanguageModel(WithSublayers, kw_only=True):
         `prefix_mask`: [B, T]; tokens where it is 1 attend to one another in both directions, within their document.
       train: whether dropout is on, which needs the rng `dropout`.
     """
-    with layer_scope(scatters_gradients=self.scatters_gradients):
+    cache = current_layer_scope().cache
+    cache = None if cache is None else cache.of_model(self)
+    with layer_scope(scatters_gradients=self.scatters_gradients, cache=cache, shared_kv={}):
       return self._predict(batch, train)
 
   @nn.nowrap
@@ -82,6 +86,13 @@ class LanguageModel(WithSublayers, kw_only=True):
     context, encoder_aux = self._context(batch, train)
     x, segment_ids, segment_pos = self._embed(batch, '', train)
     text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+    if self.layer_embedding is not None:
+      if (num := num_blocks(self.stack)) != self.layer_embedding.num_layers:
+        raise UserError(
+          f'layer_embedding.num_layers={self.layer_embedding.num_layers} must be {num}, the number of blocks in the '
+          'stack: set it.'
+        )
+      text['layer_inputs'] = jnp.moveaxis(self.layer_embedding(batch['ids'], x), 2, 0)
     x, aux = self._run_stack(x, text, train)
     return self._predict_of(x, join_aux(encoder_aux, aux), batch, text, train)
 
@@ -90,10 +101,10 @@ class LanguageModel(WithSublayers, kw_only=True):
     layout = attention_layout(('batch', 'seq', None, None), len(x))
     if not self.balances_tokens or layout.num_tokens == 1 or current_layer_scope().cache is not None:
       return run_layer('stack', self.stack, x, **text, train=train)
-    if x.shape[1] % (2 * layout.num_tokens) or text.keys() & {'position_bias', 'encoded'}:
+    if x.shape[1] % (2 * layout.num_tokens) or text.keys() & {'position_bias', 'encoded', 'layer_inputs'}:
       raise UserError(
         f'balances_tokens needs rows of a number of tokens, here {x.shape[1]}, that {2 * layout.num_tokens} divides, '
-        'and a model without relative position biases or encoder: set it to False.'
+        'and a model without relative position biases, encoder or layer_embedding: set it to False.'
       )
     x, text = balance_tokens((x, dict(text)), layout)
     with layer_scope(balanced_tokens=True):

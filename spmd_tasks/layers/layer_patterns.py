@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, D model, L layers, E experts.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -10,8 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer
+from spmd_tasks.layers.base import Statistics, WithSublayers, num_blocks, run_layer
 from spmd_tasks.layers.transformer import Aux
+
+
+def _own_context(layers: Sequence[nn.Module], context: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+  """Yields the context of each of several blocks or stacks, with its own part of `layer_inputs` [blocks, ...]."""
+  layer_inputs, first = context.get('layer_inputs'), 0
+  for layer in layers:
+    last = first + num_blocks(layer)
+    yield context if layer_inputs is None else {**context, 'layer_inputs': layer_inputs[first:last]}
+    first = last
 
 
 class BlockGroup(WithSublayers, kw_only=True):
@@ -27,6 +37,10 @@ class BlockGroup(WithSublayers, kw_only=True):
 
   blocks: tuple[nn.Module, ...]
 
+  @property
+  def num_blocks(self) -> int:
+    return sum(map(num_blocks, self.blocks))
+
   @nn.compact
   def __call__(
     self,
@@ -39,9 +53,9 @@ class BlockGroup(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux); each statistic is stacked over the blocks that report it, [n, ...]."""
     parts: dict[str, list[Statistics]] = {}
-    for i, template in enumerate(self.blocks):
+    for i, (template, own) in enumerate(zip(self.blocks, _own_context(self.blocks, context), strict=True)):
       block = template.copy(name=f'block_{i}')
-      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **own}
       x, aux = run_layer('block', block, x, **text, train=train)
       for name, statistics in aux.items():
         parts.setdefault(name, []).append(statistics)
@@ -74,6 +88,10 @@ class StackSequence(WithSublayers, kw_only=True):
       raise UserError('stacks=() of a StackSequence is a model without layers: give at least one stack.')
     super().__post_init__()
 
+  @property
+  def num_blocks(self) -> int:
+    return sum(map(num_blocks, self.stacks))
+
   @nn.compact
   def __call__(
     self,
@@ -86,8 +104,8 @@ class StackSequence(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L] or [L, E]}); L counts the layers that report it, in order."""
     parts: dict[str, list[jax.Array]] = {}
-    for i, stack in enumerate(self.stacks):
-      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+    for i, (stack, own) in enumerate(zip(self.stacks, _own_context(self.stacks, context), strict=True)):
+      text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **own}
       x, aux = run_layer('stack', stack.copy(name=f'stack_{i}'), x, **text, train=train)
       for name, value in aux.items():
         parts.setdefault(name, []).append(value)

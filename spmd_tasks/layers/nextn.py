@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, current_layer_scope, run_layer
 from spmd_tasks.layers.language_model import LanguageModel, join_aux
 from spmd_tasks.layers.linear import Linear
@@ -79,6 +80,11 @@ class NextnLanguageModel(LanguageModel, kw_only=True):
   num_nextn_predict_layers: int = 1
   nextn_head: NextnHead
   nextn_loss_weight: float = 0.3
+
+  def __post_init__(self):
+    if self.layer_embedding is not None:
+      raise UserError('a model with multi-token prediction heads supports no layer_embedding: set it to None.')
+    super().__post_init__()
 
   @nn.nowrap
   def _predict(self, batch: Mapping[str, Any], train: bool) -> dict[str, Any]:

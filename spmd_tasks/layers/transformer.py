@@ -35,6 +35,7 @@ from spmd_tasks.layers.base import (
   declare_weight,
   dropout,
   layer_scope,
+  num_blocks,
   run_layer,
   values_per_layer,
 )
@@ -183,6 +184,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
     parallel: whether `ffn` reads what `attention` reads, attention_norm(x), and there is no `ffn_norm`:
       x + attention(norm(x)) + ffn(norm(x)) (GPT-J: Wang and Komatsuzaki, 2021; PaLM, Cohere).
     residual_multiplier: factor of each sublayer's output before it is added (Granite).
+    layer_input: the sublayer that adds the layer's vector of a `layer_embedding`, after `ffn`, such as LayerInput; its
+      output is normalized as those of the others are. None for none.
     output_scale: whether the block's output is multiplied by a weight `output_scale` [1] that is not trained (Gemma 4).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
@@ -198,6 +201,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
   ffn_pre_norm: bool | None = None
   parallel: bool = False
   residual_multiplier: float = 1.0
+  layer_input: nn.Module | None = None
   output_scale: bool = False
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
@@ -220,12 +224,18 @@ class TransformerBlock(WithSublayers, kw_only=True):
     encoded: jax.Array | None = None,
     encoder_segment_ids: jax.Array | None = None,
     token_mask: jax.Array | None = None,
+    layer_inputs: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux of the sublayers) for x [B, T, D]; the other arguments are those of Attention.
 
-    Where `token_mask` [B, T] is False, the inputs of all sublayers are zeroed, and `ffn` treats the token as padding.
+    `layer_inputs` [1, B, T, P] are for `layer_input`. Where `token_mask` [B, T] is False, the inputs of all sublayers
+    are zeroed, and `ffn` treats the token as padding.
     """
+    if (self.layer_input is None) != (layer_inputs is None):
+      raise UserError(
+        'a model with a layer_embedding needs blocks with a layer_input, and the other way round: set both, or neither.'
+      )
     if encoded is not None and self.cross_attention is None:
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
     segments = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
@@ -240,6 +250,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
     if normed is None and self.ffn_pre_norm is False:
       normed = x
     x, aux = self._add('ffn', self.ffn, x, train, {'segment_ids': ffn_ids}, token_mask, normed)
+    if self.layer_input is not None and layer_inputs is not None:
+      x, _ = self._add('layer_input', self.layer_input, x, train, {'layer_input': layer_inputs[0]}, token_mask, x)
     if self.output_scale:
       ones, tags = jax.nn.initializers.ones, ('no_decay',)
       scale = declare_weight(self, 'output_scale', shape=(1,), init=ones, split_dims=(None,), tags=tags)
@@ -299,6 +311,10 @@ class TransformerStack(WithSublayers, kw_only=True):
     remat_policy(self.remat_policy)
     super().__post_init__()
 
+  @property
+  def num_blocks(self) -> int:
+    return self.num_layers * num_blocks(self.block)
+
   @nn.compact
   def __call__(
     self,
@@ -309,7 +325,10 @@ class TransformerStack(WithSublayers, kw_only=True):
     train: bool = False,
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); `context` is passed to the blocks."""
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}).
+
+    `context` is passed to the blocks; of `layer_inputs` [number of blocks, B, T, P], each gets its own.
+    """
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
     arguments = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
     x, aux = layers(self.block.copy(name='layers'), x, arguments)
@@ -321,15 +340,19 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   In generation, each layer gets the KV caches of all layers and its own number: a scan over the caches would copy each.
   """
-  cache = current_layer_scope().cache
+  cache, shared_kv = current_layer_scope().cache, current_layer_scope().shared_kv
 
-  def layer(block, x, arguments, number):
+  def layer(block, x, arguments, number, layer_inputs):
     x = name_layer_input(x, remat_policy_name)
-    with layer_scope(cache=None if cache is None else cache.in_layer(number)):
+    earlier_kv = shared_kv or {}
+    all_kv = None if shared_kv is None else {**shared_kv}
+    if layer_inputs is not None:
+      arguments = {**arguments, 'layer_inputs': layer_inputs}
+    with layer_scope(cache=None if cache is None else cache.in_layer(number), shared_kv=all_kv):
       y, aux = run_layer('block', block, x, **arguments, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
-    return y, aux
+    return y, (aux, {name: kv for name, kv in (all_kv or {}).items() if kv is not earlier_kv.get(name)})
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:
@@ -342,7 +365,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       variable_axes={DenyList(CACHE): 0},  # of every other collection
       variable_broadcast=CACHE,
       split_rngs={'params': True, 'dropout': True},
-      in_axes=(nn.broadcast, 0),
+      in_axes=(nn.broadcast, 0, 0),
       length=num_layers,
       unroll=num_layers if not scan or (cache is not None and current_platform() == 'gpu') else 1,
       metadata_params={STACK_DIM: 'layers'},
@@ -350,6 +373,13 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       check_constancy_invariants=block.is_initializing(),
     )
     numbers = np.arange(num_layers)  # numpy's, so that they are constants in an unrolled loop
-    return layers(block, x, arguments, None if cache is None else numbers)
+    layer_inputs = arguments.get('layer_inputs')
+    if layer_inputs is not None:
+      arguments = {name: value for name, value in arguments.items() if name != 'layer_inputs'}
+      layer_inputs = layer_inputs.reshape(num_layers, -1, *layer_inputs.shape[1:])
+    x, (aux, new_kv) = layers(block, x, arguments, None if cache is None else numbers, layer_inputs)
+    if new_kv and shared_kv is not None:
+      shared_kv.update(jax.tree.map(lambda of_layers: of_layers[-1], new_kv))
+    return x, aux
 
   return run

@@ -11,6 +11,7 @@ from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
   RmsNorm,
+  StackSequence,
   TokenEmbedding,
   TransformerBlock,
   TransformerStack,
@@ -99,6 +100,14 @@ MODELS = {
         ),
         ffn=GatedFeedForward(hidden_dim=20),
         norm=RmsNorm(),
+      )
+    )
+  ),
+  'keys and values of an earlier layer': _model(
+    StackSequence(
+      stacks=(
+        _stack(_block(num_kv_heads=2, stores_kv='full', qk_norm=True)),  # the second layer's are read
+        _stack(_block(reads_kv='full', qk_norm=True)),
       )
     )
   ),

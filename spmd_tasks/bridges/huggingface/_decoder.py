@@ -23,6 +23,8 @@ from spmd_tasks.layers import (
   FeedForward,
   GatedFeedForward,
   LanguageModel,
+  LayerEmbedding,
+  LayerInput,
   LayerNorm,
   NextnHead,
   NextnLanguageModel,
@@ -104,6 +106,7 @@ class Kind(NamedTuple):
   mixed: bool = False
   unrotated: bool = False
   recurrent: bool = False
+  kv: Literal['own', 'stored', 'shared'] = 'own'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,11 @@ class Decoder:
     num_kv_heads: G; 0 stands for H.
     head_dim: K; 0 stands for D / H.
     full_kv_heads, full_head_dim: G and K of layers without a window; 0 stands for the same as of the others.
+    num_kv_shared: number of layers, the last ones, whose attention reads the keys and values of the last layer before
+      these with or without a window, as it has itself.
     hidden_dim: F of the layers without experts; if there are none, F of an expert.
+    shared_hidden_dim: F of the layers that read the keys and values of others; 0 stands for the same.
+    layer_vocab_size, layer_dim: V and P of a LayerEmbedding; 0 for none.
     activation, gated, mlp_bias: settings of the feed-forward sublayers.
     norm, norm_eps: the kind of norm, one of NORMS, and its epsilon.
     tied: whether the logits use the embedding table.
@@ -198,7 +205,11 @@ class Decoder:
   head_dim: int = 0
   full_kv_heads: int = 0
   full_head_dim: int = 0
+  num_kv_shared: int = 0
   hidden_dim: int
+  shared_hidden_dim: int = 0
+  layer_vocab_size: int = 0
+  layer_dim: int = 0
   activation: str = 'silu'
   gated: bool = True
   mlp_bias: bool = False
@@ -277,6 +288,8 @@ class Decoder:
       object.__setattr__(self, 'values_from_keys', False)
     if not any(self.windowed):
       object.__setattr__(self, 'chunked', False)
+    if not self.layer_dim:
+      object.__setattr__(self, 'layer_vocab_size', 0)
     if all(self.unrotated):  # as without rotary positions
       object.__setattr__(self, 'rotary', None)
     if self.rotary is None:
@@ -284,6 +297,8 @@ class Decoder:
       object.__setattr__(self, 'qk_norm', {'rotated': 'head', 'unscaled': None}.get(str(self.qk_norm), self.qk_norm))
     if self.mixture is not None and all(self.encoder_mixed + self.mixed):
       object.__setattr__(self, 'hidden_dim', self.mixture.hidden_dim)
+    if not self.num_kv_shared or not self.shared_hidden_dim or all(self.mixed):
+      object.__setattr__(self, 'shared_hidden_dim', self.hidden_dim)
     if self.local_rotary is not None and all(self.windowed):
       object.__setattr__(self, 'rotary', self.local_rotary)
     if not any(self.windowed) or self.local_rotary == self.rotary:
@@ -311,7 +326,7 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Builds the unbound model; it computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  flags = decoder.windowed, decoder.mixed, decoder.unrotated, decoder.recurrent
+  flags = decoder.windowed, decoder.mixed, decoder.unrotated, decoder.recurrent, _kv_kinds(decoder)
   kinds = [Kind(*of_layer) for of_layer in zip(*flags, strict=True)]
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
@@ -333,6 +348,9 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
     'final_norm': norm,
     'positions': None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
   }
+  if decoder.layer_dim:
+    sizes = {'vocab_size': decoder.layer_vocab_size, 'num_layers': decoder.num_layers, 'dim': decoder.layer_dim}
+    parts['layer_embedding'] = LayerEmbedding(**sizes, norm=norm, dtype=dtype)
   if decoder.num_nextn:
     kind = kinds[-1]._replace(recurrent=False)
     head = NextnHead(stack=_stack([_block(decoder, kind, norm, dtype)], [kind]), norm=norm)
@@ -345,6 +363,14 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   if not decoder.bias_per_layer:
     parts |= {'position_bias': _position_bias(decoder), 'encoder_position_bias': _position_bias(decoder, encodes=True)}
   return EncoderDecoderLm(**parts)
+
+
+def _kv_kinds(decoder: Decoder) -> list[str]:
+  """Returns, per layer, whether its keys and values are its own, stored for later layers, or shared by an earlier."""
+  first = decoder.num_layers - decoder.num_kv_shared
+  own, shared = decoder.windowed[:first], decoder.windowed[first:]
+  stored = [first - 1 - own[::-1].index(is_windowed) for is_windowed in {*shared}]
+  return [*('stored' if layer in stored else 'own' for layer in range(first)), *['shared'] * len(shared)]
 
 
 def _position_bias(decoder: Decoder, *, encodes: bool = False) -> RelativePositionBias:
@@ -380,12 +406,14 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
     attention = _latent_attention(decoder, dtype)
   else:
     attention = _attention(decoder, kind, dtype, **settings)
+  hidden_dim = decoder.shared_hidden_dim if kind.kv == 'shared' else decoder.hidden_dim
   is_crossed = decoder.num_encoder_layers and not encodes
   pre_norm, post_norm = block_norms(decoder, is_recurrent=kind.recurrent)
   return TransformerBlock(
     attention=attention,
     cross_attention=_attention(decoder, Kind(), dtype, cross=True) if is_crossed else None,
-    ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
+    ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, hidden_dim, dtype),
+    layer_input=LayerInput(activation=decoder.activation, dtype=dtype) if decoder.layer_dim else None,
     norm=norm,
     pre_norm=pre_norm,
     post_norm=post_norm,
@@ -417,6 +445,8 @@ def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Att
     settings['chunk' if decoder.chunked else 'window'] = decoder.window
   if kind.unrotated or not any(decoder.unrotated):
     settings['temperature'] = decoder.temperature
+  if kind.kv != 'own':
+    settings['stores_kv' if kind.kv == 'stored' else 'reads_kv'] = 'windowed' if kind.windowed else 'full'
   return Attention(
     num_heads=decoder.num_heads,
     num_kv_heads=decoder.num_kv_heads if kind.windowed else decoder.full_kv_heads,
@@ -475,17 +505,24 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
   )
 
 
-def _stack(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> nn.Module:
+def _stack(blocks: Sequence[TransformerBlock], kinds: Sequence[Kind]) -> nn.Module:
+  """Returns a stack of the blocks, or several; layers that read keys and values of others have stacks of their own."""
+  first = next((i for i, kind in enumerate(kinds) if kind.kv == 'shared'), 0)
+  parts = ((blocks[:first], kinds[:first]), (blocks[first:], kinds[first:]))
+  stacks = [stack for part, of_part in parts if part for stack in _stacks(part, of_part)]
+  return stacks[0] if len(stacks) == 1 else StackSequence(stacks=tuple(stacks))
+
+
+def _stacks(blocks: Sequence[TransformerBlock], kinds: Sequence[Kind]) -> list[TransformerStack]:
   """Returns a stack of the blocks that scans over the shortest repeating pattern.
 
-  Returns two stacks in sequence if these compile fewer blocks than one, as with a first dense layer or a pattern that
-  ends early.
+  Returns two stacks if these compile fewer blocks than one, as with a first dense layer or a pattern that ends early.
   """
   period = _period(kinds)
   cut = min(range(1, len(kinds)), key=lambda i: _period(kinds[:i]) + _period(kinds[i:]), default=0)
   if cut and _period(kinds[:cut]) + _period(kinds[cut:]) < period:
-    return StackSequence(stacks=(_scanned(blocks[:cut], kinds[:cut]), _scanned(blocks[cut:], kinds[cut:])))
-  return _scanned(blocks, kinds)
+    return [_scanned(blocks[:cut], kinds[:cut]), _scanned(blocks[cut:], kinds[cut:])]
+  return [_scanned(blocks, kinds)]
 
 
 def _scanned(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> TransformerStack:

@@ -21,6 +21,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
   EncoderDecoderLm,
+  FeedForward,
   GatedFeedForward,
   LanguageModel,
   LayerNorm,
@@ -120,6 +121,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
       gates_inputs=experts.experts.gates_inputs,
       row_capacity=experts.row_capacity,
     )
+  shared = [block for block in blocks if getattr(block.attention, 'reads_kv', None)]
   own_bias = getattr(full.attention, 'position_bias', None)
   bias = model.position_bias or own_bias
   return Decoder(
@@ -127,6 +129,10 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     embed_dim=model.embedding.embed_dim,
     num_layers=len(attentions),
     hidden_dim=hidden.hidden_dim,
+    shared_hidden_dim=next((block.ffn.hidden_dim for block in shared if isinstance(block.ffn, FeedForward)), 0),
+    num_kv_shared=len(shared),
+    layer_vocab_size=model.layer_embedding.vocab_size if model.layer_embedding else 0,
+    layer_dim=model.layer_embedding.dim if model.layer_embedding else 0,
     activation=hidden.activation,
     gated=hidden.gated if dense is None else isinstance(dense, GatedFeedForward),
     mlp_bias=any(layer is not None and layer.use_bias for layer in (dense, experts and experts.shared_expert)),
@@ -262,7 +268,15 @@ _IRRELEVANT_SETTINGS = {
 
 def _settings(model: Any) -> dict[str, Any]:
   """Returns the settings that affect what a model computes, by path."""
-  names = ('embedding', 'final_norm', 'positions', 'position_bias', 'encoder_norm', 'encoder_position_bias')
+  names = (
+    'embedding',
+    'final_norm',
+    'positions',
+    'layer_embedding',
+    'position_bias',
+    'encoder_norm',
+    'encoder_position_bias',
+  )
   parts = {name: getattr(model, name, None) for name in names}
   parts['nextn_head.norm'] = getattr(getattr(model, 'nextn_head', None), 'norm', None)
   parts |= {f'layer {i}': slot.block for i, slot in enumerate(model_slots(model))}

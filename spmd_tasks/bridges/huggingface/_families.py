@@ -33,12 +33,13 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   FullUnrotated,
   Gemma4Experts,
   Gemma4Layers,
+  Gemma4SharedKv,
   Granite4Rope,
   GraniteExperts,
   GraniteLayers,
+  LayerEmbeddingKeys,
   Llama4Temperature,
   NextnHeads,
-  NoLayer,
   OptionalRope,
   OriginalLength,
   PhiGates,
@@ -167,6 +168,11 @@ class Family:
     """Whether a tensor in a file is not a weight of the model, such as a head that is tied to the table."""
     if decoder.tied and name == self.names.head:
       return True
+    names = self.names
+    unread = names.key, names.value, names.key_norm, 'self_attn.v_norm'  # of layers that read those of another
+    for layer in range(decoder.num_layers - decoder.num_kv_shared, decoder.num_layers):
+      if name in [f'{names.layer.format(layer)}{module}.weight' for module in unread]:
+        return True
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
   def constant_tensors(self, decoder: Decoder) -> dict[str, float]:
@@ -646,15 +652,15 @@ FAMILIES: dict[str, Family] = {
       attention_bias(),
       Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
       FixedKey('use_bidirectional_attention', None, (False, 'vision')),
-      NoLayer('hidden_size_per_layer_input', 256, 0, 'embeddings of the tokens for each layer'),
-      NoLayer('num_kv_shared_layers', 0, 0, 'attention that reads the keys and values of an earlier layer'),
       Gemma4Experts(),
+      Gemma4SharedKv(),
+      LayerEmbeddingKeys(),
     ),
     fixed={
       **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
       'softmax_scale': 1.0,
     },
-    inert=('hidden_act', 'vocab_size_per_layer_input', 'use_double_wide_mlp'),
+    inert=('hidden_act',),
     names=TensorNames(
       ffn_norm='pre_feedforward_layernorm',
       router='router.proj',

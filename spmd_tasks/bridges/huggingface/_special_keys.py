@@ -506,27 +506,6 @@ class PhiGates:
     return {'router_jitter_noise': decoder.mixture.routing.gate_margin / 2}
 
 
-@dataclasses.dataclass(frozen=True)
-class NoLayer:
-  """A key that must have one value, because another needs a layer that is not supported, which errors name."""
-
-  key: str
-  default: Any
-  value: Any
-  layer: str
-
-  def read(self, config: Config, known: Values) -> Values:
-    value = config.read(self.key, (bool, int), self.default)
-    if value != self.value:
-      raise UserError(
-        f'{config.path} has {self.key} = {value!r}, which needs a layer that is not supported: {self.layer}.'
-      )
-    return {}
-
-  def write(self, decoder: Decoder) -> Values:
-    return {self.key: self.value}
-
-
 class Gemma4Layers:
   """What differs in the layers without a window of Gemma 4, of which the last layer is always one.
 
@@ -590,6 +569,41 @@ class Gemma4Experts:
     for entry in self._EXPERTS:
       written |= entry.write(decoder)
     return written
+
+
+class Gemma4SharedKv:
+  """`num_kv_shared_layers` of Gemma 4, and `use_double_wide_mlp`, which doubles `intermediate_size` of these layers."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    num, is_wide = config.read('num_kv_shared_layers', int, 0), config.read('use_double_wide_mlp', bool, False)
+    first, windowed = known['num_layers'] - num, known['windowed']
+    if not 0 <= num < known['num_layers'] or not {*windowed[first:]} <= {*windowed[:first]}:
+      raise config.error(
+        'num_kv_shared_layers', 'must leave a layer of each type whose keys and values the last ones read'
+      )
+    if num and is_wide and 'mixture.shared_dim' in known:
+      raise config.error('use_double_wide_mlp', 'is not supported with experts')
+    return {'num_kv_shared': num, 'shared_hidden_dim': known['hidden_dim'] * (1 + is_wide)}
+
+  def write(self, decoder: Decoder) -> Values:
+    is_wide = decoder.shared_hidden_dim == 2 * decoder.hidden_dim
+    return {'num_kv_shared_layers': decoder.num_kv_shared, 'use_double_wide_mlp': is_wide}
+
+
+class LayerEmbeddingKeys:
+  """`hidden_size_per_layer_input` and `vocab_size_per_layer_input`: the sizes of embeddings per layer; 0 for none."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    dim, key = config.read('hidden_size_per_layer_input', int, 256), 'vocab_size_per_layer_input'
+    if dim < 0:
+      raise config.error('hidden_size_per_layer_input', 'must not be negative')
+    return {'layer_dim': dim, 'layer_vocab_size': config.read(key, int, 262_144)}
+
+  def write(self, decoder: Decoder) -> Values:
+    if not decoder.layer_dim:
+      return {'hidden_size_per_layer_input': 0}
+    sizes = {'vocab_size_per_layer_input': decoder.layer_vocab_size}
+    return {'hidden_size_per_layer_input': decoder.layer_dim, **sizes}
 
 
 class QueryScale:

@@ -101,6 +101,11 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
   ]
   for theirs, ours in norm_weights:
     yield Rule(f'{names.final_norm}.{theirs}', f'final_norm/{ours}')
+  if decoder.layer_dim:
+    by_layer = _TRANSPOSE, split_heads(decoder.layer_dim)
+    yield Rule('model.embed_tokens_per_layer.weight', 'layer_embedding/tokens/table')
+    yield Rule('model.per_layer_model_projection.weight', 'layer_embedding/projection/kernel', *by_layer)
+    yield Rule('model.per_layer_projection_norm.weight', 'layer_embedding/norm_of_projection/scale')
   for i, slot in enumerate(layers):
     layer = _LayerRules(names.layer.format(i), slot)
     kind, is_head = min(i, decoder.num_layers - 1), i >= decoder.num_layers  # heads are like the last layer
@@ -125,7 +130,12 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     elif decoder.latent is not None:
       yield from _latent_attention(layer, decoder, names)
     else:
-      yield from _attention(layer, decoder, names, is_windowed=decoder.windowed[kind])
+      is_shared = kind >= decoder.num_layers - decoder.num_kv_shared
+      yield from _attention(layer, decoder, names, is_windowed=decoder.windowed[kind], is_shared=is_shared)
+    if decoder.layer_dim:
+      yield layer.rule('per_layer_input_gate.weight', 'layer_input/gate/kernel', _TRANSPOSE)
+      yield layer.rule('per_layer_projection.weight', 'layer_input/out/kernel', _TRANSPOSE)
+      yield layer.rule('post_per_layer_input_norm.weight', 'layer_input_post_norm/scale')
     if decoder.output_scale:
       yield layer.rule('layer_scalar', 'output_scale')
     yield from _experts(layer, decoder, names) if decoder.mixed[kind] else _feed_forward(layer, decoder, names)
@@ -155,7 +165,9 @@ class _LayerRules:
     )
 
 
-def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_windowed: bool) -> Iterator[Rule]:
+def _attention(
+  layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_windowed: bool, is_shared: bool
+) -> Iterator[Rule]:
   head_dim, num_kv_heads = decoder.full_head_dim, decoder.full_kv_heads
   if is_windowed:
     head_dim, num_kv_heads = decoder.head_dim, decoder.num_kv_heads
@@ -165,6 +177,8 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
   projections = [('query', names.query, rotated), ('key', names.key, rotated), ('value', names.value, ())]
   if decoder.values_from_keys and not is_windowed:
     projections.pop()
+  if is_shared:
+    del projections[1:]
   if decoder.output_gate:  # the rows of a head are its query's, then its gate's
     del projections[0]
     query_and_gate = split_heads(2 * head_dim), _halves(head_dim)
@@ -191,7 +205,7 @@ def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames, *, is_w
   if decoder.qk_norm not in (None, 'unscaled'):
     split = (heads,) if decoder.qk_norm == 'flat' else rotated if decoder.qk_norm == 'layer_by_head' else ()
     norms = ('query', names.query_norm, decoder.num_heads), ('key', names.key_norm, num_kv_heads)
-    for ours, norm, num_heads in norms:
+    for ours, norm, num_heads in norms[:1] if is_shared else norms:
       if '{}' in norm:  # a tensor for each head
         for head in range(num_heads):
           yield layer.rule(f'{norm.format(head)}.weight', f'attention/{ours}_norm/scale', *split, part=head)

@@ -17,7 +17,7 @@ from spmd_tasks.layers.attention._qk_clip import clip_logits
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.attention.temperature import Temperature
-from spmd_tasks.layers.base import WithSublayers, current_layer_scope, declare_weight, dropout
+from spmd_tasks.layers.base import SharedKv, WithSublayers, current_layer_scope, declare_weight, dropout
 from spmd_tasks.layers.cache import KvCache
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
@@ -58,6 +58,10 @@ class Attention(WithSublayers, kw_only=True):
     value_norm: template of a norm of the values, per head; None: none.
     values_from_keys: whether values are the projected keys, before their norm and rotation (Gemma 4's full layers);
       there is no `value` kernel then.
+    stores_kv: a name under which later layers of the model find this layer's keys and values; None: they do not.
+    reads_kv: the name of an earlier layer's keys and values, which this layer reads in place of its own: it then has
+      only the weights of queries and outputs, and the fields of keys and values have no effect (Gemma 3n, Gemma 4 E2B).
+      None: its own. Needs a LanguageModel; a pipeline cannot have such layers.
     norms_rotated: whether `qk_norm` is applied after the rotation instead (Hunyuan, Llama 4).
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     position_bias: this layer's RelativePositionBias; None: the call's `position_bias`, which all layers share, if any.
@@ -103,6 +107,8 @@ class Attention(WithSublayers, kw_only=True):
   norms_rotated: bool = False
   value_norm: RmsNorm | None = None
   values_from_keys: bool = False
+  stores_kv: str | None = None
+  reads_kv: str | None = None
   clip_qkv: float | None = None
   position_bias: nn.Module | None = None
   softmax_scale: float | None = None
@@ -131,8 +137,9 @@ class Attention(WithSublayers, kw_only=True):
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
     """Returns the projections that can have adapters; see layers/adapter.py."""
-    optional = {'value': not layer.values_from_keys, 'gate': layer.output_gate}
-    return kernels('query', 'key', *(name for name, is_used in optional.items() if is_used), 'out')
+    has_keys = layer.reads_kv is None
+    optional = {'key': has_keys, 'value': has_keys and not layer.values_from_keys, 'gate': layer.output_gate}
+    return kernels('query', *(name for name, is_used in optional.items() if is_used), 'out')
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
@@ -160,6 +167,10 @@ class Attention(WithSublayers, kw_only=True):
       raise UserError(
         'qk_clip scales whole query and key kernels, so it does not support adapters, values_from_keys, nor qk_norm, '
         'which bounds the logits itself: unset one of them.'
+      )
+    if (self.stores_kv or self.reads_kv) and (self.cross or self.clip_qkv or self.qk_clip or self.dropout_rate):
+      raise UserError(
+        'stores_kv and reads_kv do not support cross, clip_qkv, qk_clip and dropout_rate: unset one of them.'
       )
     super().__post_init__()
 
@@ -215,11 +226,20 @@ class Attention(WithSublayers, kw_only=True):
     query = project(self, 'query', x, heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale)
     if self.qk_norm and not self.norms_rotated:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
-    cache: KvCache | None = current_layer_scope().cache
+    scope = current_layer_scope()
+    cache: KvCache | None = scope.cache
     stored = cache.read_encoded(self, len(x)) if cache is not None and self.cross else None
+    shared = None if self.reads_kv is None else (scope.shared_kv or {}).get(self.reads_kv)
+    if self.reads_kv is not None and shared is None:
+      raise UserError(
+        f'reads_kv={self.reads_kv!r}: no layer before has stores_kv={self.reads_kv!r}, or the layers are stages of a '
+        'pipeline, which do not share keys and values: use a TransformerStack.'
+      )
     if stored is not None:
       key, value, encoder_segment_ids = stored
       key, value = key.astype(query.dtype), value.astype(query.dtype)
+    elif shared is not None:
+      key, value = shared.key, shared.value
     else:
       source = encoded if self.cross else x
       if source is None:
@@ -238,10 +258,10 @@ class Attention(WithSublayers, kw_only=True):
     value = dropout(self.dropout_rate, broadcast_dims=(-1,), train=train)(value)
     if self.rotary is not None:
       assert segment_pos is not None
-      query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
+      query, key = self.rotary(query, segment_pos), key if shared else self.rotary(key, segment_pos)
     if self.qk_norm and self.norms_rotated:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
-      key = self._qk_norm('key_norm', self.kv_split_dims)(key)
+      key = key if shared else self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.temperature is not None:
       assert segment_pos is not None
       query = self.temperature(query, segment_pos)
@@ -260,9 +280,12 @@ class Attention(WithSublayers, kw_only=True):
           f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: generation needs causal '
           'attention and positions, so set causal=True and pass segment_pos.'
         )
-      new = {'key': key, 'value': value}
-      window = self.window or self.chunk
-      earlier = cache.update(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=window)
+      new, kv_layout = {'key': key, 'value': value}, self.kv_activation_split_dims
+      if shared is None:
+        window = self.window or self.chunk
+        earlier = cache.update(self, new, kv_layout, segment_ids=segment_ids, window=window)
+      else:
+        earlier = cache.read(shared.path, len(x), kv_layout)
     options = AttentionOptions(
       causal=self.causal and not self.cross,
       window=self.window,
@@ -278,8 +301,11 @@ class Attention(WithSublayers, kw_only=True):
       raise UserError('qk_clip does not bound position biases: set it to None, or remove the position_bias.')
     if self.qk_clip is not None and earlier is None:
       clip_logits(self, query, key, segment_ids, options, train=train)
-    inputs = {'query': query, 'key': key, 'value': value}
-    query, key, value = (checkpoint_name(checkpoint_name(x, name), ATTENTION_INPUTS_NAME) for name, x in inputs.items())
+    inputs = {'query': query} if shared else {'query': query, 'key': key, 'value': value}
+    named = {name: checkpoint_name(checkpoint_name(x, name), ATTENTION_INPUTS_NAME) for name, x in inputs.items()}
+    query, key, value = named['query'], named.get('key', key), named.get('value', value)
+    if self.stores_kv is not None and scope.shared_kv is not None:
+      scope.shared_kv[self.stores_kv] = SharedKv(key=key, value=value, path=self.path)
     layout = self.query_activation_split_dims
     if earlier is not None:
       assert segment_pos is not None

@@ -21,7 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, run_layer, values_per_layer
+from spmd_tasks.layers.base import (
+  SmallMicrobatchError,
+  WithSublayers,
+  layer_scope,
+  num_blocks,
+  run_layer,
+  values_per_layer,
+)
 from spmd_tasks.layers.pipeline.loop import Stage, StageWeights, run_loop, run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, merge_rows, split_rows
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
@@ -82,6 +89,10 @@ class PipelinedStack(WithSublayers, kw_only=True):
     remat_policy(self.remat_policy)
     super().__post_init__()
 
+  @property
+  def num_blocks(self) -> int:
+    return self.num_layers * num_blocks(self.block)
+
   @nn.compact
   def __call__(
     self,
@@ -98,7 +109,9 @@ class PipelinedStack(WithSublayers, kw_only=True):
     """
     scope = current_sharding_scope()
     axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
-    if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
+    if scope is None or axis is None or scope.mesh.shape[axis] == 1:
+      return self._in_sequence(x, segment_ids, segment_pos, train)
+    with layer_scope(shared_kv=None):
       schedules = self._schedules(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
       if self.is_initializing():
         layers = _map_layers(num_layers=self.num_layers, train=train)
@@ -110,7 +123,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
           if train:
             raise
       logging.info('A batch of %d rows is not pipelined over %d stages.', x.shape[0], scope.mesh.shape[axis])
-    return self._in_sequence(x, segment_ids, segment_pos, train)
+      return self._in_sequence(x, segment_ids, segment_pos, train)
 
   def _schedules(self, num_stages: int, batch_size: int, is_strict: bool) -> list[Schedule]:
     """Returns the schedule; if not `is_strict`, those of all M that fit, from the largest."""

@@ -255,7 +255,7 @@ CHANGES = {
   'a rotary setting that its family ignores': ({'partial_rotary_factor': 0.5}, 'transformers ignores'),
   'a parallel block that is not one': (CONFIGS['cohere2'] | {'use_parallel_block': False}, 'use_parallel_block'),
   'another number of experts per layer': (CONFIGS['hunyuan_v1_moe'] | {'moe_topk': [3, 2, 3]}, 'one value for all'),
-  'keys of an earlier layer': (CONFIGS['gemma4_text'] | {'num_kv_shared_layers': 2}, 'keys and values of an earlier'),
+  'keys of no layer': (CONFIGS['gemma4_text'] | {'num_kv_shared_layers': 3, 'mlp_bias': None}, 'a layer of each type'),
   'an unknown family': ({'model_type': 'qwen9', 'architectures': ['Qwen9ForCausalLM']}, 'The nearest by name is qwen'),
   'a family with another layer': (
     {'model_type': 'kimi_linear', 'architectures': ['KimiLinearForCausalLM']},

@@ -285,7 +285,6 @@ KEYS_OF_OTHER_PARTS = {
 
 # Settings of families whose defaults need another layer, or whose config has no default.
 SUPPORTED = {
-  'gemma4_text': {'hidden_size_per_layer_input': 0},
   'granitemoehybrid': {'layer_types': ['attention'] * 32},
   'dots1': {'n_routed_experts': 8, 'n_shared_experts': 1},
 }

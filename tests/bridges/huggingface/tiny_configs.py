@@ -195,6 +195,12 @@ CONFIGS['gemma4_moe'] = CONFIGS['gemma4_text'] | {
   'model_type': 'gemma4_text',
   **{'enable_moe_block': True, 'num_experts': 12, 'top_k_experts': 3, 'moe_intermediate_size': 20},
 }
+CONFIGS['gemma4_shared'] = CONFIGS['gemma4_text'] | {  # as E2B and E4B
+  'model_type': 'gemma4_text',
+  **{'num_hidden_layers': 9, 'layer_types': ['sliding_attention', 'sliding_attention', 'full_attention'] * 3},
+  **{'num_kv_shared_layers': 4, 'use_double_wide_mlp': True, 'attention_k_eq_v': False, 'num_key_value_heads': 1},
+  **{'hidden_size_per_layer_input': 7, 'vocab_size_per_layer_input': 263},
+}
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
   _config.setdefault('model_type', _name)
