@@ -22,7 +22,7 @@ class RecordingEngine:
 
   num_slots = 3
   prefill_chunk = 8
-  can_reuse = False
+  can_reuse, num_snapshots = False, 0
   num_drafts, has_draft_model = 0, False
   max_len = 64
   block_tokens, num_blocks, num_parts = 8, 24, 1

@@ -1,9 +1,9 @@
 """BlockPool: allocates blocks of the KV cache to texts, shares the beginnings of prompts, and evicts.
 
     pool = BlockPool(engine)
-    text = pool.open(part=0, chunks=pool.longest(keys, part=0))    # begins with chunks of earlier prompts
-    pool.grow(text, num_tokens=300)                                # False if too few blocks are free
-    pool.share(text, key, chunk)                                   # lets later prompts use a whole chunk
+    text = pool.open(part=0, keys=keys)            # begins with chunks of earlier prompts
+    pool.grow(text, num_tokens=300)                # False if too few blocks are free
+    pool.share(text, key, chunk)                   # lets later prompts use a whole chunk
     pool.close(text)
 
 Prompts that begin alike share the blocks of whole chunks. The key of a chunk is a hash of all tokens up to its end (as
@@ -11,12 +11,19 @@ in vLLM: Kwon et al., 2023), of the low-rank adapter, with which the same tokens
 request's `cache_key`. Shared chunks outlive their texts. When blocks are needed, the least recently used chunks are
 evicted. The last chunks of a prompt count as less recently used than its first ones, without which they are of no use.
 
+A model whose layers have states continues a prompt only from a snapshot of the states after the chunks that it reuses.
+Snapshots are few, and large, so not every chunk has one. Two are taken of a prompt, if they do not exist yet: after the
+last whole chunk before its last token, for the next turn of a conversation and further samples; and where the chunks
+that it has in common with earlier prompts end, for a beginning that many prompts have, such as a system prompt. (So has
+SGLang.) A snapshot is dropped with its chunk, or if it is the least recently used when another one is taken.
+
 All state is on the host and depends only on the calls, so that all processes agree.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import hashlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -26,20 +33,26 @@ from spmd_tasks.decoding.requests import Chunk, Request
 
 @dataclasses.dataclass(eq=False)
 class SharedChunk:
-  """The blocks of a whole chunk of prompts, with the number of texts that use it now."""
+  """The blocks of a whole chunk of prompts, the number of texts that use it now, and the snapshot after it, if any."""
 
   key: bytes
   blocks: tuple[int, ...]
   num_users: int = 0
+  snapshot: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Text:
-  """The blocks of a text in order, and the shared chunks that some of them belong to."""
+  """The blocks of a text in order, the shared chunks that some of them belong to, and its borders.
+
+  At a border, a position of the prompt, a snapshot is taken. `snapshot` is the one that the text continues.
+  """
 
   part: int
   blocks: list[int]
   chunks: list[SharedChunk]
+  borders: frozenset[int] = frozenset()
+  snapshot: int | None = None
 
 
 def chunk_keys(request: Request, size: int) -> list[bytes]:
@@ -68,6 +81,10 @@ class BlockPool:
     self._chunks: list[dict[bytes, SharedChunk]] = [{} for _ in self._free]
     self._unused: list[dict[SharedChunk, None]] = [{} for _ in self._free]  # least recently used first
     self._num_unused = [0 for _ in self._free]  # their blocks
+    self._chunk_tokens, self._has_snapshots = engine.prefill_chunk, engine.num_snapshots > 0
+    of_part = engine.num_snapshots // engine.num_parts
+    self._free_snapshots = [list(range(part * of_part, (part + 1) * of_part))[::-1] for part in range(engine.num_parts)]
+    self._with_snapshots: list[dict[SharedChunk, None]] = [{} for _ in self._free]  # least recently used first
 
   @property
   def num_used(self) -> int:
@@ -79,27 +96,38 @@ class BlockPool:
     return len(self._free[part]) + self._num_unused[part]
 
   def longest(self, keys: Sequence[bytes], part: int) -> list[SharedChunk]:
-    """Returns the part's chunks with these keys, up to the first key without one."""
-    chunks = []
-    for key in keys:
-      chunk = self._chunks[part].get(key)
-      if chunk is None:
-        break
-      chunks.append(chunk)
+    """Returns the part's chunks from which a text with these keys continues: up to the first key without one.
+
+    With snapshots, up to the last snapshot among them.
+    """
+    chunks = self._known(keys, part)
+    while self._has_snapshots and chunks and chunks[-1].snapshot is None:
+      chunks.pop()
     return chunks
+
+  def _known(self, keys: Sequence[bytes], part: int) -> list[SharedChunk]:
+    chunks = (self._chunks[part].get(key) for key in keys)
+    return list(itertools.takewhile(lambda chunk: chunk is not None, chunks))
 
   def num_needed(self, num_tokens: int, chunks: Sequence[SharedChunk]) -> int:
     """Returns how many available blocks a text of `num_tokens` tokens takes that begins with these chunks."""
     num_in_use = sum(len(chunk.blocks) for chunk in chunks if chunk.num_users)
     return -(-num_tokens // self._block_tokens) - num_in_use
 
-  def open(self, part: int, chunks: Sequence[SharedChunk]) -> Text:
-    """Begins a text that has the blocks of these chunks."""
+  def open(self, part: int, keys: Sequence[bytes]) -> Text:
+    """Begins a text that has the blocks of the `longest` chunks with these keys, of those that it may reuse."""
+    chunks = self.longest(keys, part)
     for chunk in chunks:
       if not chunk.num_users:
         self._take_unused(part, chunk)
       chunk.num_users += 1
-    return Text(part, [block for chunk in chunks for block in chunk.blocks], list(chunks))
+    text = Text(part, [block for chunk in chunks for block in chunk.blocks], chunks)
+    if self._has_snapshots:
+      text.borders = frozenset(num * self._chunk_tokens for num in (len(keys), len(self._known(keys, part))))
+      if chunks:
+        self._with_snapshots[part][chunks[-1]] = self._with_snapshots[part].pop(chunks[-1])  # used last
+        text.snapshot = chunks[-1].snapshot
+    return text
 
   def grow(self, text: Text, num_tokens: int) -> bool:
     """Gives a text the blocks for its first `num_tokens` tokens; returns False, and changes nothing, without enough."""
@@ -110,16 +138,28 @@ class BlockPool:
     while missing > len(free):
       chunk = self._take_unused(text.part, next(iter(self._unused[text.part])))
       del self._chunks[text.part][chunk.key]
+      self._drop_snapshot(text.part, chunk)
       free.extend(reversed(chunk.blocks))
     text.blocks += [free.pop() for _ in range(missing)]
     return True
 
-  def share(self, text: Text, key: bytes, chunk: Chunk) -> None:
-    """Lets later texts use a whole chunk of a text's prompt, unless its tokens are shared already."""
-    if key not in self._chunks[text.part]:
+  def share(self, text: Text, key: bytes, chunk: Chunk) -> int | None:
+    """Lets later texts use a whole chunk of a text's prompt, unless its tokens are shared already.
+
+    Returns the snapshot that is to be taken after the chunk; None for none. A later call may return the same one.
+    """
+    shared = self._chunks[text.part].get(key)
+    if shared is None:
       blocks = text.blocks[chunk.start // self._block_tokens : chunk.stop // self._block_tokens]
       self._chunks[text.part][key] = shared = SharedChunk(key, tuple(blocks), num_users=1)
       text.chunks.append(shared)
+    if chunk.stop not in text.borders or shared.snapshot is not None:
+      return None
+    if not self._free_snapshots[text.part]:
+      self._drop_snapshot(text.part, next(iter(self._with_snapshots[text.part])))
+    shared.snapshot = self._free_snapshots[text.part].pop()
+    self._with_snapshots[text.part][shared] = None
+    return shared.snapshot
 
   def close(self, text: Text) -> None:
     """Frees the blocks of a text, except its shared chunks."""
@@ -140,7 +180,15 @@ class BlockPool:
     for part, unused in enumerate(self._unused):
       for chunk in list(unused):
         self._free[part] += self._take_unused(part, chunk).blocks
+      for chunk in list(self._with_snapshots[part]):
+        self._drop_snapshot(part, chunk)
       self._chunks[part].clear()
+
+  def _drop_snapshot(self, part: int, chunk: SharedChunk) -> None:
+    if chunk.snapshot is not None:
+      del self._with_snapshots[part][chunk]
+      self._free_snapshots[part].append(chunk.snapshot)
+      chunk.snapshot = None
 
   def _take_unused(self, part: int, chunk: SharedChunk) -> SharedChunk:
     del self._unused[part][chunk]

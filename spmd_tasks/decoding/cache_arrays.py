@@ -4,14 +4,17 @@ A cache is a tree of arrays (kv_cache.py). Most are pools of blocks of b positio
 blocks of each row, and position p is entry p mod b of block p / b. An encoder's text, and the ring of a layer whose
 attention window S is shorter than the texts, have one place per slot, [..., N, G, S, K]; position p of a ring is entry
 p mod S. So has the state of a layer that is not attention, whose last three dims are the layer's own. Without tables,
-all arrays have one place per slot.
+all arrays have one place per slot. Beside a state are its snapshots, [..., C, ., ., .]: the states after beginnings of
+prompts, from which later prompts continue.
 
-Shapes: N slots or blocks, P rows, T tokens of each, S positions of a slot, b of a block, G key/value heads, K head dim,
-D parts into which a mesh splits slots and blocks; `...` counts layers.
+Shapes: N slots or blocks, C snapshots, P rows, T tokens of each, S positions of a slot, b of a block, G key/value
+heads, K head dim, D parts into which a mesh splits slots and blocks; `...` counts layers.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -24,12 +27,13 @@ EXPERT_IDS = 'cached_expert_ids'  # which experts computed each token, if that i
 ENCODED = 'encoded_'  # an encoder's text: a request's first call writes it, all later calls read it
 RING = 'ring_'  # a layer whose window is shorter than the texts
 STATE = 'state_'  # a layer's state after a text's tokens, which every call replaces
+SNAPSHOT = 'snapshot_'  # what later prompts continue from: states that a prefill has saved
 SCALE = '_scale'  # the scales of a quantized array
 
 
 def is_by_slot(name: str) -> bool:
   """Returns whether the array of this name has one place of fixed size per slot, and no blocks."""
-  return name.startswith((f'cached_{ENCODED}', f'cached_{RING}', f'cached_{STATE}'))
+  return name.startswith(tuple(f'cached_{kind}' for kind in (ENCODED, RING, STATE, SNAPSHOT)))
 
 
 def is_encoded(path: Any) -> bool:
@@ -42,6 +46,11 @@ def is_state(path: Any) -> bool:
   return _name(path).startswith('cached_' + STATE)
 
 
+def is_snapshot(path: Any) -> bool:
+  """Returns whether the array at this path of a cache has the snapshots of a layer's state."""
+  return _name(path).startswith('cached_' + SNAPSHOT)
+
+
 def has_blocks(path: Any) -> bool:
   """Returns whether the array at this path of a cache is a pool of blocks, if there are tables."""
   return not is_by_slot(_name(path))
@@ -49,6 +58,10 @@ def has_blocks(path: Any) -> bool:
 
 def _name(path: Any) -> str:
   return str(getattr(path[-1], 'key', '')) if path else ''
+
+
+def _renamed(path: Any, kind: str, other: str) -> Any:
+  return (*path[:-1], jax.tree_util.DictKey(_name(path).replace(kind, other, 1)))
 
 
 def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -180,6 +193,44 @@ def write_tokens(
     return _scatter(array, tokens, blocks, starts, lengths)
 
   return jax.tree_util.tree_map_with_path(write, cache)
+
+
+def with_snapshots(cache: Mapping[str, Any], make: Callable[[Any], Any] = lambda leaf: leaf) -> dict[str, Any]:
+  """Returns a tree like the cache that also has snapshots: what `make` returns for the leaf of each state."""
+  flat, states = traverse_util.flatten_dict(cache), f'cached_{STATE}'
+  snapshots = {
+    (*path[:-1], path[-1].replace(STATE, SNAPSHOT, 1)): make(leaf)
+    for path, leaf in flat.items()
+    if path[-1].startswith(states)
+  }
+  return traverse_util.unflatten_dict(flat | snapshots)
+
+
+def restore_states(cache: Any, slots: jax.Array, snapshots: jax.Array) -> Any:
+  """Copies snapshots, int32 [P], to the states of `slots` [P]; a number from C on leaves the slot's state as it is."""
+  by_path = dict(jax.tree_util.tree_flatten_with_path(cache)[0])
+
+  def restore(path: Any, array: jax.Array) -> jax.Array:
+    if not is_state(path):
+      return array
+    saved, slot_dim = by_path[_renamed(path, STATE, SNAPSHOT)], array.ndim - 4
+    taken = jnp.take(saved, snapshots, axis=slot_dim, mode='clip')
+    is_saved = snapshots < saved.shape[slot_dim]
+    return _put_slots(array, taken, _slots_with_tokens(slots, is_saved, array.shape[slot_dim]))
+
+  return jax.tree_util.tree_map_with_path(restore, cache)
+
+
+def save_states(cache: Any, new: Any, snapshots: jax.Array) -> Any:
+  """Writes the states in `new`, of P rows, to snapshots int32 [P], all different; drops rows with numbers from C on."""
+  new_by_path = dict(jax.tree_util.tree_flatten_with_path(new)[0])
+
+  def save(path: Any, array: jax.Array) -> jax.Array:
+    if not is_snapshot(path):
+      return array
+    return _put_slots(array, new_by_path[_renamed(path, SNAPSHOT, STATE)].astype(array.dtype), snapshots)
+
+  return jax.tree_util.tree_map_with_path(save, cache)
 
 
 def _put_slots(array: jax.Array, new: jax.Array, slots: jax.Array | None) -> jax.Array:

@@ -6,7 +6,7 @@
 
 The mesh splits slots and blocks into the same D parts, and the blocks of a slot are in the part of the slot.
 
-Shapes: N slots, S positions of a text, C tokens of a chunk, b of a block, M blocks of a text, B blocks in D parts.
+Shapes: N slots, S positions of a text, C snapshots, b tokens of a block, M blocks of a text, B blocks in D parts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.decoding.cache_arrays import has_blocks, is_state
+from spmd_tasks.decoding.cache_arrays import has_blocks, is_snapshot, is_state
 from spmd_tasks.decoding.decode_model import DecodeModel
 from spmd_tasks.decoding.decode_state import empty_state
 from spmd_tasks.decoding.weight_storage import free_bytes, local_bytes
@@ -39,13 +39,15 @@ class DecodeLayout:
   """The layout of the state of a model's N slots.
 
   Attributes:
-    prefill_chunk: C, the length at which prompts are cut: the setting's, at most S; S if a prompt sees itself in both
+    prefill_chunk: the length at which prompts are cut: the setting's, at most S; S if a prompt sees itself in both
       directions.
     block_tokens, table_len: b and M.
     num_blocks, num_parts: B and D.
     slots_per_part, blocks_per_part: N / D, rounded up, and B / D.
-    can_reuse: whether prompts that begin alike can share blocks; False if a layer's cache is a ring or a state, or if a
-      token sees more than the tokens before it, as in encoder-decoders.
+    num_snapshots: C, how many states of prompts' beginnings are kept: the setting's number, rounded up to a multiple of
+      D; 0 if no layer has a state, or no text has several chunks.
+    can_reuse: whether prompts that begin alike can share blocks; False if a layer's cache is a ring, or a state without
+      snapshots, or if a token sees more than the tokens before it, as in encoder-decoders.
     reads_cache: whether first chunks are read by the same program as later ones, with tables.
     abstract_state: the DecodeState with true shapes.
     padded_state: the DecodeState as it is stored, with padded shapes and shardings.
@@ -78,7 +80,15 @@ class DecodeLayout:
     block = _BLOCK_TOKENS.get(model.platform, _SHORT_BLOCK_TOKENS)
     self.block_tokens = math.gcd(self.prefill_chunk, block) if has_later_chunks else min(model.max_len, block)
     self.table_len = -(-model.max_len // self.block_tokens)
-    self.can_reuse = all(has_blocks(path) for path, _ in leaves) and model.encoder_len is None and not model.has_prefix
+    is_stateful = any(is_state(path) for path, _ in leaves)
+    if target is not None:
+      self.num_snapshots = target.num_snapshots
+    else:
+      wanted = num_slots if settings.num_snapshots is None else settings.num_snapshots
+      is_useful = is_stateful and has_later_chunks and settings.num_beams == 1
+      self.num_snapshots = self.num_parts * -(-wanted // self.num_parts) if is_useful else 0
+    is_shareable = all(has_blocks(path) or (is_state(path) and self.num_snapshots > 0) for path, _ in leaves)
+    self.can_reuse = is_shareable and model.encoder_len is None and not model.has_prefix
     self.reads_cache = has_later_chunks and self.num_parts == 1 and model.encoder_len is None
     if target is None:
       self.blocks_per_part = self._count_blocks(draft_model)
@@ -95,7 +105,7 @@ class DecodeLayout:
           'the shortest window has tokens, and none on a mesh that splits slots: set task.decode.num_drafts=0.'
         )
 
-    cache, specs = model.abstract_cache(num_slots, (self.num_blocks, self.block_tokens))
+    cache, specs = model.abstract_cache(num_slots, (self.num_blocks, self.block_tokens), self.num_snapshots)
     empty = functools.partial(
       empty_state,
       num_slots=num_slots,
@@ -109,6 +119,12 @@ class DecodeLayout:
     shardings = shardings.replace(cache=jax.tree.map(self._cache_format, cache, specs))
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self.state_shardings = jax.tree.map(sharding_or_format, self.padded_state)
+
+  @property
+  def snapshot_bytes(self) -> int:
+    """The bytes of all snapshots on each device."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(self.padded_state.cache)
+    return sum(local_bytes(leaf) for path, leaf in leaves if is_snapshot(path))
 
   def own_blocks(self, slot: int) -> tuple[int, ...]:
     """Returns the blocks of a slot if each slot has its own."""
@@ -168,7 +184,8 @@ class DecodeLayout:
 
   def _cache_bytes(self, model: DecodeModel) -> tuple[int, int]:
     """Returns the bytes on each device of one block of each part, and of what all slots have beside the blocks."""
-    cache, specs = model.abstract_cache(model.settings.num_slots, (self.num_parts, self.block_tokens))
+    blocks = self.num_parts, self.block_tokens
+    cache, specs = model.abstract_cache(model.settings.num_slots, blocks, self.num_snapshots)
     block_bytes = slot_bytes = 0
     for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(cache)[0], jax.tree.leaves(specs), strict=True):
       size = local_bytes(self._padded(leaf, self._cache_format(leaf, spec)))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd_tasks.decoding import nextn_drafts
-from spmd_tasks.decoding.cache_arrays import has_blocks
+from spmd_tasks.decoding.cache_arrays import has_blocks, with_snapshots
 from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.decoding.weight_storage import (
   LAYER_KERNELS,
@@ -160,10 +160,13 @@ class DecodeModel:
       )
     return outputs['logits'], updated['new_cache']
 
-  def abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any]:
+  def abstract_cache(
+    self, num_rows: int, blocks: tuple[int, int] | None = None, num_snapshots: int = 0
+  ) -> tuple[Any, Any]:
     """Returns the shapes of a KV cache for rows of max_len tokens, and its PartitionSpecs.
 
-    With `blocks`, (B, b), arrays that hold texts of any length are pools of blocks.
+    With `blocks`, (B, b), arrays that hold texts of any length are pools of blocks. With `num_snapshots`, a cache with
+    states also has snapshots of them.
     """
 
     def as_pool(path, leaf):
@@ -176,7 +179,10 @@ class DecodeModel:
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     with self.scope() as scope:
       specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
-    return cache, specs
+    if not num_snapshots:
+      return cache, specs
+    of_slots = lambda leaf: jax.ShapeDtypeStruct((*leaf.shape[:-4], num_snapshots, *leaf.shape[-3:]), leaf.dtype)
+    return with_snapshots(cache, of_slots), with_snapshots(specs)
 
   def _prefill_shapes(self, num_rows: int) -> tuple[Any, Any]:
     """Returns the shapes of the logits and of the boxed keys and values that a prefill of `num_rows` texts returns."""

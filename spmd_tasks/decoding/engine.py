@@ -56,7 +56,8 @@ class ModelEngine:
     layout = steps.layout
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, layout.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = layout.block_tokens, layout.num_blocks, layout.num_parts
-    self.can_reuse, self.num_drafts = layout.can_reuse, steps.settings.num_drafts
+    self.can_reuse, self.num_snapshots = layout.can_reuse, layout.num_snapshots
+    self.num_drafts = steps.settings.num_drafts
     self.has_draft_model = steps.draft.is_model
     self._steps = steps
     self._score_prompts = score_prompts

@@ -47,6 +47,9 @@ class Engine(Protocol):
     num_drafts: k, how many drafts of a slot a step may check; 0 for none.
     has_draft_model: whether the engine guesses the drafts itself, so that the caller only says how many it wants.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
+    num_snapshots: how many states of prompts' beginnings the engine keeps, in D equal parts as slots; 0 if its layers
+      have no state beside the blocks. With snapshots, a prompt continues after another one's chunks only from the
+      snapshot of the state after them.
     max_len: positions of a slot, for prompt and generated tokens.
     block_tokens, num_blocks, num_parts: positions of a block, B and D; a part has blocks for at least max_len
       positions.
@@ -59,6 +62,7 @@ class Engine(Protocol):
   num_drafts: int
   has_draft_model: bool
   can_reuse: bool
+  num_snapshots: int
   max_len: int
   block_tokens: int
   num_blocks: int
@@ -85,6 +89,7 @@ class Engine(Protocol):
     Args:
       chunks: chunks in different slots, all of one `prefill_shape`, so that each has the same bits as alone. Either all
         are first chunks of their prompts, or none is. The tokens before `start` have been read into their blocks.
+        Snapshots are restored before others are saved, so that a chunk may save to one that another chunk restores.
       score_prompts: whether to return the log-probabilities of the prompts' tokens after each of the chunks' tokens.
       masks: the token masks of rows whose first token is constrained.
     """

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding import nextn_drafts
-from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
+from spmd_tasks.decoding.cache_arrays import restore_states, save_states, take_slots, write_tokens
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.decode_programs import DecodePrograms
 from spmd_tasks.decoding.decode_state import (
@@ -53,7 +53,7 @@ def read_chunks(
 ) -> tuple[DecodeState, Outputs]:
   """Reads chunks of prompts into their slots and samples the first token after each prompt that ends.
 
-  A first chunk replaces what its slot held before; a later chunk continues it.
+  A first chunk replaces what its slot held before; a later chunk continues it, or the beginning of another prompt.
 
   Args:
     forward, variables, state, batch: the model, the state and the chunks.
@@ -65,6 +65,8 @@ def read_chunks(
   Returns:
     The new state, and outputs [P].
   """
+  if batch.before is not None and batch.restored is not None:
+    state = state.replace(cache=restore_states(state.cache, batch.slots, batch.restored))
   cache = None
   model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths, batch.starts) | {'adapters': batch.adapters}
   model_batch |= {'returns_hidden': True} if heads else {}
@@ -98,6 +100,8 @@ def read_chunks(
   cache = write_tokens(
     state.cache, new, starts=batch.starts, lengths=batch.lengths, slots=batch.slots, tables=batch.tables
   )
+  if batch.saved is not None:
+    cache = save_states(cache, new, batch.saved)
   return state.replace(cache=cache), outputs.replace(**scores)
 
 
@@ -182,6 +186,7 @@ class Prefill:
       num_columns=num_columns,
       reads_cache=self._layout.reads_cache,
       score_prompts=score_prompts,
+      num_snapshots=self._layout.num_snapshots,
       encoder_len=self._model.encoder_len,
     )
     return batch if masks is None else batch.replace(masks=mask_rows(masks, num_rows, self._model.vocab_size))

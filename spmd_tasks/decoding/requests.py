@@ -82,6 +82,8 @@ class Chunk:
     stop: the position after the last token. If it is the prompt's length, the prefill samples the first token.
     blocks: the blocks of the slot's text in order, at least for the positions before `stop`; None if each slot has its
       own blocks.
+    restored: the snapshot with which the slot's state continues, if another prompt's chunks precede this one.
+    saved: the snapshot to which the state after this chunk is written; None for none.
   """
 
   request: Request
@@ -89,6 +91,8 @@ class Chunk:
   start: int
   stop: int
   blocks: tuple[int, ...] | None = None
+  restored: int | None = None
+  saved: int | None = None
 
 
 def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
@@ -118,6 +122,8 @@ class PrefillBatch(struct.PyTreeNode):
     sampling: arrays [P].
     adapters: int32 [P], the low-rank adapter of each row; 0 for none.
     masks: uint32 [P, W], the tokens that may come first (constraints.py); None if no request is constrained.
+    restored, saved: int32 [P], the snapshots with which states continue, and to which they are written, all different;
+      numbers from that of snapshots on for none. None if there are no snapshots.
     encoder_ids, encoder_lengths: int32 [P, E] and [P], the encoder's texts; None if the model has no encoder.
   """
 
@@ -136,6 +142,8 @@ class PrefillBatch(struct.PyTreeNode):
   sampling: SamplingArrays
   adapters: jax.Array
   masks: jax.Array | None = None
+  restored: Any = None
+  saved: Any = None
   encoder_ids: Any = None
   encoder_lengths: Any = None
 
@@ -150,6 +158,7 @@ def make_prefill_batch(
   num_columns: int,
   reads_cache: bool = False,
   score_prompts: bool = False,
+  num_snapshots: int = 0,
   encoder_len: int | None = None,
 ) -> PrefillBatch:
   """Returns the arrays of a prefill, as host arrays.
@@ -161,6 +170,7 @@ def make_prefill_batch(
     max_len, num_rows, num_columns, encoder_len: S, P, T and E.
     reads_cache: whether the batch has `before` for first chunks too.
     score_prompts: whether the batch has `targets`.
+    num_snapshots: how many there are.
   """
   requests = [chunk.request for chunk in chunks]
 
@@ -169,6 +179,12 @@ def make_prefill_batch(
   before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, max_len)
   targets = [c.request.ids[c.start + 1 : c.stop + 1] for c in chunks]
   max_tokens = [c.request.max_tokens if c.stop == len(c.request.ids) else 0 for c in chunks]
+  no_snapshots = range(num_snapshots, num_snapshots + num_rows)
+
+  def snapshots(numbers: Iterable[int | None]) -> Any:
+    named = [other if number is None else number for number, other in zip(numbers, no_snapshots)]
+    return rows(np.int32, [*named, *no_snapshots[len(chunks) :]], 0) if num_snapshots else None
+
   return PrefillBatch(
     ids=rows(np.int32, [c.request.ids[c.start : c.stop] for c in chunks], 0, num_columns),
     lengths=rows(np.int32, [c.stop - c.start for c in chunks], 1),
@@ -189,6 +205,8 @@ def make_prefill_batch(
       [request.sampling for request in requests], num_rows, [request.logit_bias for request in requests]
     ),
     adapters=rows(np.int32, [request.adapter for request in requests], 0),
+    restored=snapshots(chunk.restored for chunk in chunks),
+    saved=snapshots(chunk.saved for chunk in chunks),
     encoder_ids=encoder_len and rows(np.int32, [request.encoder_ids for request in requests], 0, encoder_len),
     encoder_lengths=encoder_len and rows(np.int32, [len(request.encoder_ids) for request in requests], 0),
   )

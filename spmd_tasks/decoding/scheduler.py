@@ -29,7 +29,7 @@ import itertools
 import jax
 import numpy as np
 
-from spmd_tasks.decoding.block_pool import BlockPool, SharedChunk, Text, chunk_keys
+from spmd_tasks.decoding.block_pool import BlockPool, Text, chunk_keys
 from spmd_tasks.decoding.decode_state import Outputs
 from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason, GeneratedSequence
@@ -212,7 +212,7 @@ class Scheduler:
     """
     places = []
     for part, slot in {slot // self._slots_of_part: slot for slot in reversed(free)}.items():
-      chunks = self._beginning(sequence, part)
+      chunks = self._pool.longest(self._reusable_keys(sequence), part)
       needed = self._pool.num_needed(self._num_known(sequence), chunks)
       left = self._pool.num_available(part) - pledged[part] - needed
       # A step starts a new block for about one of 16 texts: leave some, so that no text is preempted at once.
@@ -235,10 +235,9 @@ class Scheduler:
       sequence.chunk_keys = chunk_keys(sequence.request, self._engine.prefill_chunk) if may_share else []
     return sequence.chunk_keys
 
-  def _beginning(self, sequence: GeneratedSequence, part: int) -> list[SharedChunk]:
-    """Returns the chunks of a prompt that a part has already; at least one token is left to read."""
-    num_chunks = (len(sequence.request.ids) - 1) // self._engine.prefill_chunk
-    return self._pool.longest(self._keys(sequence)[:num_chunks], part)
+  def _reusable_keys(self, sequence: GeneratedSequence) -> list[bytes]:
+    """Returns the keys of the chunks of a prompt that it may reuse; at least one token is left to read."""
+    return self._keys(sequence)[: (len(sequence.request.ids) - 1) // self._engine.prefill_chunk]
 
   def _may_share(self, request: Request) -> bool:
     # Scored prompts are read by different programs, whose numbers may differ in the last bits.
@@ -279,22 +278,26 @@ class Scheduler:
         self._admit(chunk, sequence)
     read = []
     for chunk, sequence in reads:  # after all prompts have their shared chunks, as this may evict chunks
-      has_blocks = self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
+      text = self._texts[chunk.slot]
+      has_blocks = self._pool.grow(text, self._num_known(sequence))
       assert has_blocks
-      chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
+      chunk = dataclasses.replace(chunk, blocks=tuple(text.blocks), restored=text.snapshot)
+      text.snapshot = None  # later chunks continue the slot's own state
       read.append((chunk, sequence))
     rows: list[_Row] = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
     self.num_prefills += 1
-    for chunk, sequence in read:
+    saved: dict[int | None, int] = {}  # by snapshot: the row that saves it, the last one of several
+    for row, (chunk, sequence) in enumerate(read):
       for key in self._keys(sequence)[chunk.start // self._engine.prefill_chunk :][:1]:
-        self._pool.share(self._texts[chunk.slot], key, chunk)
+        saved[self._pool.share(self._texts[chunk.slot], key, chunk)] = row
       self.num_chunks += 1
       self.num_prompt_tokens += chunk.stop - chunk.start
       if chunk.stop < len(chunk.request.ids):
         self._starts[chunk.slot] = chunk.stop
       else:
         self._starts.pop(chunk.slot, None)
-    chunks = [chunk for chunk, _ in read]
+    of_row = {row: snapshot for snapshot, row in saved.items()}
+    chunks = [dataclasses.replace(chunk, saved=of_row.get(row)) for row, (chunk, _) in enumerate(read)]
     score = chunks[0].request.score_prompt
     self._launch(self._engine.prefill(chunks, score_prompts=score, masks=_masks(rows)), rows)
 
@@ -305,7 +308,7 @@ class Scheduler:
     (self._preempted if was_preempted else self._queue).remove(sequence)
     self._slots[chunk.slot] = sequence
     part = chunk.slot // self._slots_of_part
-    self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
+    self._texts[chunk.slot] = self._pool.open(part, self._reusable_keys(sequence))
     if not was_preempted:  # it would count its own chunks
       sequence.num_reused = chunk.start
     self.num_reused_tokens += chunk.start

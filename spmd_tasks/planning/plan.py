@@ -128,7 +128,8 @@ def _terms(job: Job, model: PartitionedModel, step: str, target: Target, compile
     (each['kind'], tuple(each['axes']), each['count'] * each['bytes_per_device']) for each in compiled['collectives']
   ]
   if step in ('prefill', 'decode'):
-    return at_least(compiled['argument_bytes'], collectives, target.chip, networks)
+    snapshot_bytes = DecodeSteps(model).layout.snapshot_bytes  # which no step reads
+    return at_least(compiled['argument_bytes'] - snapshot_bytes, collectives, target.chip, networks)
   traced = model.train_step if step == 'train' else _eval_step(job, model)
   return roofline_terms(
     trace_step(model, traced), target.chip, networks, collectives, bubble=bubble_fraction(job, model)

@@ -68,6 +68,8 @@ class DecodeSettings(SamplingParams):
     prefill_chunk: longer prompts are prefilled in chunks of this many tokens, preferably a multiple of 16 (TPUs: 64),
       so that blocks of the KV cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search prefills whole
       prompts.
+    num_snapshots: for a model with recurrent layers, how many states of prompts' beginnings are kept, from which later
+      prompts continue; None is num_slots. Each takes as much memory as the state of a slot; 0 keeps none.
     num_drafts: the number of draft tokens that a step verifies (decoding/drafts.py); drafts do not change the text.
     draft_model: a model folder or job directory of a smaller model with the same tokens, which drafts; None uses the
       model's own heads (`num_nextn_predict_layers`), or n-grams of the text if it has none. Settings follow a question
@@ -95,6 +97,7 @@ class DecodeSettings(SamplingParams):
   memory_fraction: float = 0.9
   prefill_rows: int | None = None
   prefill_chunk: int | None = None
+  num_snapshots: int | None = None
   num_drafts: int = 0
   draft_model: str | None = None
   min_bucket: int = 16
@@ -114,7 +117,7 @@ class DecodeSettings(SamplingParams):
   def __post_init__(self):
     counts = ('max_len', 'num_slots', 'prefill_rows', 'prefill_chunk', 'min_bucket', 'max_stop_ids', 'max_tokens')
     minimums: dict[str, int] = dict.fromkeys((*counts, 'num_beams', 'encoder_len', 'max_cache_tokens'), 1)
-    minimums |= {'num_top_logprobs': 0, 'num_drafts': 0}
+    minimums |= {'num_top_logprobs': 0, 'num_drafts': 0, 'num_snapshots': 0}
     choices: dict[str, tuple[str | None, ...]] = {
       'cache_dtype': ('int8', 'float8_e4m3fn', None),
       'cache_attention': ('xla', 'pallas', None),

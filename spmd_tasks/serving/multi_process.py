@@ -106,6 +106,7 @@ class LeadingEngine:
     self.num_slots, self.max_len = engine.num_slots, engine.max_len
     self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
     self.prefill_chunk, self.can_reuse = engine.prefill_chunk, engine.can_reuse
+    self.num_snapshots = engine.num_snapshots
     self.num_drafts, self.has_draft_model = engine.num_drafts, engine.has_draft_model
     self._engine = engine
     self._followers = followers

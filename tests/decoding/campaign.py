@@ -143,6 +143,7 @@ def draw_settings(rng: random.Random, name: str, most_drafts: int) -> DecodeSett
     num_drafts=rng.randrange(most_drafts + 1),
     cache_dtype=rng.choice((None, None, None, None, 'int8', 'float8_e4m3fn')),
     num_top_logprobs=2,
+    num_snapshots=rng.choice((None, 0, 1, 2, 9)),
   )
 
 
@@ -399,7 +400,7 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   return {
     'world': world,
     'name': name,
-    'settings': {each: getattr(settings, each) for each in ('num_slots', 'num_drafts', 'cache_dtype')},
+    'settings': {each: getattr(settings, each) for each in ('num_slots', 'num_drafts', 'num_snapshots', 'cache_dtype')},
     'requests': num_requests,
     'texts': len(texts) + len(last),
     'tokens': judge.num_tokens,

@@ -163,16 +163,20 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     prefill_rows=1 + seed % 3,
     prefill_chunk=int(rng.choice([4, 8])),
     can_reuse=seed % 10 != 9,
+    num_snapshots=(1 + seed // 2 % 2) * (seed % 3),  # in some, a prefill takes more of them than there are
     max_len=120,
     num_parts=1 + seed // 2 % 2,
     num_blocks=(1 + seed // 2 % 2) * int(rng.integers(30, 60)) if seed % 4 else None,
   )
   scheduler = Scheduler(engine, prefill_budget=None if seed % 2 else int(rng.integers(1, 60)))
   documents = [''.join(rng.choice(list('abcdefgh'), size=40)) for _ in range(2)]
-  sequences, texts, shifts = [], {}, {}
+  sequences, texts, shifts, pool = [], {}, {}, scheduler._pool
 
   def note(deltas):
     shifts.update({delta.sequence: engine.weights for delta in deltas if delta.finish_reason})
+    for chunks, of_part, free in zip(pool._with_snapshots, pool._chunks, pool._free_snapshots, strict=True):
+      assert all(of_part.get(chunk.key) is chunk for chunk in chunks)  # what was evicted or forgotten keeps none
+      assert len(chunks) + len(free) == engine.num_snapshots // engine.num_parts
 
   for _ in range(200):
     event = rng.random()
@@ -207,6 +211,30 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
   assert scheduler.num_used_blocks == 0
   assert scheduler.num_generated_tokens == sum(each.num_tokens for each in sequences)
   assert (scheduler.num_reused_tokens > 0) == engine.can_reuse
+
+
+@pytest.mark.parametrize(
+  'num_snapshots, reused',
+  [
+    (0, [0, 16, 16, 24, 24, 32]),  # without states
+    (4, [0, 0, 16, 24, 24, 32]),  # the second prompt has a snapshot taken where it leaves the first one
+    (1, [0, 0, 0, 16, 24, 32]),
+  ],
+)
+def test_prompts_continue_from_snapshots_of_what_they_have_in_common(num_snapshots, reused):
+  engine = FakeEngine(num_snapshots=num_snapshots)
+  scheduler, sequences = Scheduler(engine), []
+  texts = [f'sixteen letters.{end}' for end in ('first end', 'other end', 'third')]
+  texts += [texts[1], f'{texts[1]}, next turn', f'{texts[1]}, next turn']
+  for text in texts:
+    sequences.append(sequence(text, 12))
+    assert text_of(run(scheduler, sequences[-1]), sequences[-1]) == circle(text, 12)
+  assert [each.num_reused for each in sequences] == reused
+  assert scheduler.num_reused_tokens == sum(reused)
+  engine.weights += 1
+  again = sequence(texts[0], 4)
+  assert text_of(run(scheduler, again), again) == circle(texts[0], 4, 1)
+  assert again.num_reused == 0
 
 
 def test_a_long_prompt_holds_up_nobody_for_longer_than_a_chunk():

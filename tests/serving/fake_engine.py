@@ -66,12 +66,13 @@ class FakeEngine:
     max_len=128,
     num_top=2,
     can_reuse=True,
+    num_snapshots=0,
     num_parts=1,
     num_blocks=None,
     gate: threading.Event | None = None,
   ):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
-    self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
+    self.prefill_chunk, self.can_reuse, self.num_snapshots = prefill_chunk, can_reuse, num_snapshots
     self.block_tokens, self.num_parts, self.num_drafts = 4, num_parts, 0
     self.num_blocks = num_blocks or num_parts * -(-num_slots // num_parts) * -(-max_len // 4)
     self.log: list[tuple] = []
@@ -104,6 +105,8 @@ class FakeEngine:
     self.slots: list[Slot | None] = [None] * self.num_slots
     self.pool: dict[tuple[int, int], int] = {}  # (block, place in it) -> cell
     self.blocks: list[list[int]] = [[] for _ in range(self.num_slots)]
+    self.states = [0] * self.num_slots  # of each slot, the cell of the prompt's last token that was read
+    self.snapshots = [0] * self.num_snapshots
 
   def _place(self, slot: int, position: int) -> tuple[int, int]:
     """Where a position of a slot's text is."""
@@ -122,15 +125,23 @@ class FakeEngine:
     self.log.append(('prefill', tuple(chunk.slot for chunk in chunks)))
     assert 0 < len(chunks) <= self.prefill_rows
     assert len({chunk.slot for chunk in chunks}) == len(chunks)
+    saved = [chunk.saved for chunk in chunks if chunk.saved is not None]
+    assert len(set(saved)) == len(saved)
     assert len({(chunk.start > 0, self.prefill_shape(chunk)) for chunk in chunks}) == 1
     for chunk in chunks:
       self._check(chunk, score_prompts)
       self.blocks[chunk.slot] = list(chunk.blocks)
-    rows = []
+    rows, snapshots = [], list(self.snapshots)
     for chunk in chunks:
+      state = self._cell(chunk.slot, chunk.start - 1)
+      if self.num_snapshots and chunk.start:  # what the blocks have is not enough
+        state = self.states[chunk.slot] if chunk.restored is None else snapshots[chunk.restored]
       for place in range(chunk.start, chunk.stop):
         token = (chunk.request.ids[place] + self.weights + chunk.request.adapter) % 512
-        self.pool[self._place(chunk.slot, place)] = cell(self._cell(chunk.slot, place - 1), token)
+        self.pool[self._place(chunk.slot, place)] = state = cell(state, token)
+      self.states[chunk.slot] = state
+      if chunk.saved is not None:
+        self.snapshots[chunk.saved] = state
       self.slots[chunk.slot] = Slot(chunk.request, chunk.stop)
       rows.append(self._next(chunk.slot, (masks or {}).get(len(rows))))
     outputs = self._outputs(rows + [None] * (self.prefill_rows - len(rows)))

@@ -65,20 +65,26 @@ def test_served_greedy_tokens_are_those_of_transformers(base):
   prompts = [rows[0][:1], rows[1], rows[0] + rows[1], rows[0] + rows[2] + rows[3]]
   expected = [greedy(base.model, prompt) for prompt in prompts]
   assert sum(map(len, expected)) > 3 * NUM_GENERATED
-  sizes = ('max_len=128', 'num_slots=2', 'min_bucket=16', 'prefill_chunk=16', 'prefill_rows=2')
+  sizes = ('max_len=128', 'num_slots=2', 'min_bucket=16', 'prefill_chunk=16', 'prefill_rows=2', 'num_snapshots=4')
   overrides = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
   with client_of_binary('--exp', 'hf.Model', '--set', f'model={base.path}', *overrides) as client:
-    assert ': 2 texts of 128 tokens at once. Prompts that begin alike share none, and are read whole.' in client.lines
+    assert 'Prompts that begin alike share none' not in client.lines
+
+    reused = []
 
     def tokens(prompt):
       settings = {'max_tokens': NUM_GENERATED, 'temperature': 0, 'extra_body': {'return_token_ids': True}}
       answer = client.completions.create(model='hf.Model', prompt=prompt, **settings)
-      assert answer.usage.prompt_tokens_details.cached_tokens == 0
+      reused.append(answer.usage.prompt_tokens_details.cached_tokens)
       return [token for token in answer.choices[0].token_ids if token != EOS]
 
     assert [tokens(prompt) for prompt in prompts] == expected
+    assert reused == [0, 0, 0, 0]  # the last two begin alike, but there is no snapshot where they part
+    assert [tokens(prompt) for prompt in prompts] == expected
+    assert reused[4:] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
     with ThreadPoolExecutor(4) as pool:
       assert list(pool.map(tokens, prompts)) == expected
     text = httpx.get(f'{client.url}/metrics', timeout=20).text
-    assert f'\nspmd_tasks_prompt_tokens_total {2.0 * sum(map(len, prompts))}\n' in text
-    assert '\nspmd_tasks_reused_prompt_tokens_total 0.0\n' in text
+    num_reused = float(sum(reused))
+    assert f'\nspmd_tasks_prompt_tokens_total {3 * sum(map(len, prompts)) - num_reused}\n' in text
+    assert f'\nspmd_tasks_reused_prompt_tokens_total {num_reused}\n' in text
