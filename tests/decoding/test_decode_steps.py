@@ -85,9 +85,8 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
 
 
-@pytest.mark.parametrize(
-  'name, dtype', [('data 2 x mdl 4', 'int8'), pytest.param('layers 2 x data 2', 'bfloat16', marks=exhaustive)]
-)
+@exhaustive  # by default test_kernels_of_each_layer_give_the_bits_of_their_stacks
+@pytest.mark.parametrize('name, dtype', [('data 2 x mdl 4', 'int8'), ('layers 2 x data 2', 'bfloat16')])
 def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
   run, requests = make_run(name), make_requests()[:4]
   settings = dataclasses.replace(SETTINGS, weights_dtype=dtype)

@@ -101,7 +101,7 @@ def test_the_context_of_a_scored_text_is_its_prefix(model, variables, log_probs)
   'settings',
   [
     pytest.param({}, id='plain'),
-    pytest.param({'num_drafts': 2}, id='drafts'),
+    pytest.param({'num_drafts': 2}, id='drafts', marks=pytest.mark.exhaustive),
     pytest.param({'max_cache_tokens': 32}, id='begun again', marks=pytest.mark.exhaustive),
     pytest.param({'prefill_chunk': 8}, id='chunks', marks=pytest.mark.exhaustive),
   ],

@@ -145,6 +145,7 @@ def server_of(ours):
     yield served.url
 
 
+@exhaustive  # the server has scores and texts of the same steps (tests/serving)
 def test_a_server_has_the_answers_of_the_model(reference, tasks, on_eight, monkeypatch):
   folder, theirs = reference
   monkeypatch.setenv('OPENAI_API_KEY', 'none')

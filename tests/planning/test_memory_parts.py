@@ -113,6 +113,7 @@ class Offloaded(Tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @NO_TPU
 def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   step = make_plan(resolve(Offloaded, (XLA,)).build(), parse_target('v5e:2x2'))
@@ -126,6 +127,7 @@ def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   assert step['memory']['batch'] < step['argument_bytes'] < step['peak_bytes']
 
 
+@pytest.mark.exhaustive
 @NO_TPU
 def test_tiles_that_pad_a_weight_are_named():
   plan = make_plan(resolve('synthetic.Uneven', (XLA,)).build(), parse_target('v5e:2x4'))

@@ -99,10 +99,9 @@ BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
 # Dense rows share a reference with Adafactor and two layers, which fill half of a circular pipeline. Experts use AdamW.
-FAST = ('data 2 x mdl 4', 'data 2 x expert 4')
+FAST = ('data 2 x expert 4',)
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
-  ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   (
     'two slices of context 2 x mdl 2, ring, balanced, full remat, unrolled, 4 microbatches, logits in chunks',
     Context,
@@ -111,13 +110,15 @@ CASES = [
     SHARED,
   ),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-  ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
   ('recurrent layers, data 2 x mdl 4, 2 microbatches, full remat', Hybrid, (1, 2, 4), (TWO, *REMAT), ()),
 ]
-# Tests that run by default compare these features on a mesh too: tests/learning/test_muon.py (Muon),
+# Tests that run by default compare these features on a mesh too: tests/bridges/t5x/test_gin.py (an encoder and a
+# decoder, with the checkpoints of T5X), tests/learning/test_muon.py (Muon),
 # tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts),
 # test_quantized_training.py (one forward, one backward) and test_checkpoint_moves.py (moments in a pipeline).
 ONE_BY_ONE = [
+  ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
+  ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),
   ('prefix', Prefix, (1, 1, 8), (), ()),
   ('encoder, experts and a dense sublayer, dropout, data 4 x mdl 2', Mixture, (1, 4, 2), (), ()),

@@ -109,6 +109,7 @@ def test_an_environment_whose_steps_all_fail_is_broken_even_if_its_resets_succee
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the job below compares sampler and trainer too
 def test_the_engine_continues_episodes_and_agrees_with_the_trainer(monkeypatch):
   """Many tokens end a text, so that turns are short; one program samples them, or the scheduler does."""
   ends = f'task.decode.eos_ids={list(range(2, 252, 5))}'

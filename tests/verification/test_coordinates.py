@@ -82,7 +82,9 @@ def verdict_of(experiment, widths=WIDTHS):
   return verdict
 
 
-@pytest.mark.parametrize('experiment', [Dense, Experts], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+  'experiment', [Dense, pytest.param(Experts, marks=pytest.mark.exhaustive)], ids=lambda cls: cls.__name__
+)
 def test_mup_holds(experiment):
   verdict = verdict_of(experiment)
   assert verdict.status == 'held', verdict
@@ -92,7 +94,7 @@ def test_mup_holds(experiment):
   'experiment, leaf, when',
   [
     (WrongFanIn, 'stack/layers/ffn/down', 'start'),
-    (NoOutputMultiplier, 'embedding/attend', 'start'),
+    pytest.param(NoOutputMultiplier, 'embedding/attend', 'start', marks=pytest.mark.exhaustive),
     (UnscaledRouter, 'stack/layers/ffn/router/kernel', 'weight'),
   ],
   ids=lambda value: getattr(value, '__name__', ''),

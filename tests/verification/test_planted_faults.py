@@ -219,11 +219,9 @@ FAULTS = {
 # One or two of each claim; the others are found in the same way.
 DEFAULT = {
   'label smoothing is ignored',
-  'the average is of old weights',
   'a step that is NaN is taken',
   'one mask for all microbatches',
   'microbatches count alike',
-  'aux losses count twice with microbatches',
   'documents see one another',
   'a resumed job has another rng',
 }

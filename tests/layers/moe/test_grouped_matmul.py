@@ -118,6 +118,7 @@ def test_triton_compiles_for_gpus_and_copies_no_operand(target):
   assert sum(operation.flops for operation, _ in step.walk()) == 3 * 2 * 1024 * 1408 * 1024
 
 
+@pytest.mark.exhaustive
 def test_megablox_compiles_for_a_tpu():
   """Tiles of the sizes that the recipes have, for the memory of the oldest TPU: result and both gradients."""
   pytest.importorskip('libtpu', reason="the TPU compiler is not installed: pip install '.[plan-tpu]'")
