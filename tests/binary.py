@@ -123,9 +123,9 @@ def checkpoint_names(directory: Path) -> list[str]:
   return sorted(path.name for path in (directory / 'checkpoints').glob('*'))
 
 
-def copy_at(directory: Path, step: int, copy: Path) -> Path:
+def copy_at(directory: Path | str, step: int, to: Path | str) -> Path:
   """Copies a job's directory with what it had when its checkpoint of `step` was the last one."""
-  shutil.copytree(directory, copy)
+  copy = Path(shutil.copytree(directory, to))
   for path in (copy / 'checkpoints').iterdir():
     if path.name != f'checkpoint_{step:08d}':
       shutil.rmtree(path)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -49,8 +50,8 @@ class Shared:
 
 def _parts(value: Any) -> Any:
   if type(value).__name__ == 'PaxTask':  # tasks of Paxml are equal to themselves alone
-    task = value.task.hparams.to_text()
-    return task, value.input_spec, value.eval_with_ema, value.num_microbatches, value.max_consecutive_skips
+    without_end = re.sub(r'^train\.num_train_steps.*', '', value.task.hparams.to_text(), flags=re.MULTILINE)
+    return without_end, value.input_spec, value.eval_with_ema, value.num_microbatches, value.max_consecutive_skips
   return (value.func, value.args, value.keywords) if isinstance(value, functools.partial) else value
 
 

@@ -30,23 +30,35 @@ def run_pax(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., binary.
 
 
 _TOGETHER = """
-import json, sys
+import json, pkgutil, sys
 from spmd_tasks import main
 from tests.shared_models import shared_models
-for flags in json.loads(sys.argv[1]):
+for name, arguments in json.loads(sys.argv[1]):
+  code = 0
   with shared_models():
-    code = main.run(flags)
+    if name:
+      pkgutil.resolve_name(name)(*arguments)
+    else:
+      code = main.run(arguments)
   print(f'\\n=== {code}', file=sys.stderr, flush=True)
 """
 
 
 @pytest.fixture(scope='session')
 def start_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., subprocess.Popen]:
-  """Returns a function that starts a process that runs several commands in sequence and shares compiled programs."""
+  """Returns a function that starts a process that runs several commands in sequence and shares compiled programs.
+
+  A command is flags of the binary, or `module:function` and its arguments, of which paths become strings.
+  """
+
+  def step(command: tuple[object, ...]) -> tuple[str, list[object]]:
+    name, *arguments = command
+    if ':' in str(name):
+      return str(name), arguments
+    return '', [*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)]
 
   def start(*commands: tuple[object, ...]) -> subprocess.Popen:
-    flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]
-    return start_pax(command=('-c', _TOGETHER, json.dumps(flags)))
+    return start_pax(command=('-c', _TOGETHER, json.dumps([*map(step, commands)], default=str)))
 
   return start
 

@@ -1,17 +1,14 @@
-"""Decodes with Paxml itself, in a process with one device, for test_modes.py.
+"""What test_modes.py does between commands, in their process: decodes with Paxml itself, and writes its checkpoints."""
 
-python paxml_decoding.py JOB_LOG_DIR OUTPUT    runs Paxml's decode program with a job's newest checkpoint
-"""
-
-import sys
+from pathlib import Path
 import types
 
 from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
-from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.experiment import partition_job
@@ -20,8 +17,11 @@ from spmd_tasks.programs.job_directory import CheckpointRecord
 ONE_DEVICE = 'ici_mesh_shape=1,1,1'
 
 
-def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_path: str) -> None:
-  """Runs Paxml's SingleTaskDecodeProgram on every dataset, with the averaged weights of the newest checkpoint."""
+def run_decode_program(job_log_dir: str, output: str, experiment_path: str) -> None:
+  """Runs Paxml's SingleTaskDecodeProgram on every dataset, with the averaged weights of a job's newest checkpoint.
+
+  It uses one of the devices.
+  """
   from absl import flags
   from paxml import decode_programs, tasks_lib, train_states
 
@@ -30,8 +30,10 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
   decode_programs.seqio_input = types.SimpleNamespace(  # SeqIO may not be installed, and these inputs do not use it
     maybe_update_decode_output_keys=lambda processed, output: processed, should_process_outputs=lambda dataset: False
   )
-  job = from_json(read_saved_config(job_log_dir / 'config.json'), [ONE_DEVICE], [experiment_path]).build()
-  restored = CheckpointRecord(job_log_dir).open_checkpoints(read_only=True).restore(partition_job(job).canonical_state)
+  directory = epath.Path(job_log_dir)
+  job = from_json(read_saved_config(directory / 'config.json'), [ONE_DEVICE], [experiment_path]).build()
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
+  restored = CheckpointRecord(directory).open_checkpoints(read_only=True).restore(model.canonical_state)
   state = restored.state
   trained = train_states.TrainState(
     step=jnp.uint32(restored.step), mdl_vars=state.variables, opt_states=state.learner.opt_state
@@ -61,12 +63,22 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
     partitioner = PlainJit()
     for dataset in job.decode_inputs.values():
       program = decode_programs.SingleTaskDecodeProgram(dataset.config.clone())
-      program.setup(task, partitioner, output, decode_key)
+      program.setup(task, partitioner, epath.Path(output), decode_key)
       program.run(tasks_lib.extract_ema(trained).to_eval_state(), restored.step)
       program.shutdown()
 
 
-if __name__ == '__main__':
-  install_shims()
-  job_log_dir, output, _, path = sys.argv[1:]  # ends by --experiment_path PATH
-  run_decode_program(epath.Path(job_log_dir), epath.Path(output), path)
+def write_as_paxml(job_log_dir: str, *directories: str) -> None:
+  """Writes a job's checkpoint of step 3 to each directory in Paxml's format with `tensorstore_use_ocdbt`."""
+  name = Path('checkpoints', 'checkpoint_00000003')
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+  state = handler.restore(job_log_dir / name / 'state')
+  variables = {'params': state['weights'], **(state.get('non_trainable') or {})}
+  paxml = {'step': np.uint32(3), 'mdl_vars': variables, 'opt_states': state['learner']['opt_state']}
+  for directory in directories:
+    path = directory / name
+    (path / 'metadata').mkdir(parents=True)
+    (path / 'metadata/metadata').write_text('{"version": 1.2, "train_state_metadata": {}}')
+    handler.save(epath.Path(path / 'state'), args=ocp.args.PyTreeSave(paxml))
+    handler.finalize(epath.Path(path / 'state'))
+  handler.close()

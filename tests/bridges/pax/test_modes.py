@@ -5,17 +5,16 @@ from pathlib import Path
 import pickle
 import re
 
-from etils import epath
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.flags import all_modes
 from tests import binary
+from tests.bridges.pax.conftest import PAX_EXPERIMENTS
 
 DECODE = 'pax_lab.decode_lm.DecodeLm'
-SCRIPT = Path(__file__).with_name('paxml_decoding.py')
+HELPERS = 'tests.bridges.pax.paxml_decoding'
 FAKE = ('--num_fake_devices', 8)
 IN_TRAINING = (
   *('--eval_on_test', '--decode_during_train=true', '--set', 'task.train.decode_interval_steps=1'),
@@ -51,10 +50,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def runs(run_pax_together, tmp_path_factory):
   """Trains two jobs of DecodeLm for 3 steps on a mesh 1 x 4 x 2, and runs all commands on the second one.
 
-  The first job evaluates and decodes in training. Returns the job directories, and the exit code and stderr of each
-  command.
+  The first job evaluates and decodes in training. The second one's checkpoint is written in Paxml's format and decoded,
+  and Paxml decodes it. Returns the job directories, and the exit code and stderr of each command.
   """
-  first, second, empty = (tmp_path_factory.mktemp(name) for name in ('first', 'second', 'empty'))
+  names = ('first', 'second', 'empty', 'own', 'paxml', 'copy', 'by paxml')
+  first, second, empty, own, *places, by_paxml = (tmp_path_factory.mktemp(name) for name in names)
 
   def flags(directory, exp=DECODE):
     steps = ('--num_train_steps', 3, '--set', 'log_every_steps=1', '--set', 'trackers=tensorboard')
@@ -76,17 +76,18 @@ def runs(run_pax_together, tmp_path_factory):
     mode_flags = mode_flags if '--mode' in mode_flags or case == 'print_config' else ('--mode', case, *mode_flags)
     job_flags = flags(empty, 'pax_lab.dense_lm.DenseLm') if case == 'decode none' else flags(second)
     commands[case] = (*job_flags, *mode_flags, *(() if case.startswith('plan') else FAKE))
-  return first, second, dict(zip(commands, run_pax_together(*commands.values()), strict=True))
-
-
-@pytest.fixture
-def job(runs):
-  return runs[1]
+  commands['write'] = (f'{HELPERS}:write_as_paxml', second, *places)
+  for mode in ('decode', 'decode_once'):
+    for place in places:
+      commands[f'{mode} {place}'] = (*flags(own), '--mode', mode, '--set', f'init_from={place}', *FAKE)
+  commands['by paxml'] = (f'{HELPERS}:run_decode_program', second, by_paxml, PAX_EXPERIMENTS)
+  ends = dict(zip(commands, run_pax_together(*commands.values()), strict=True))
+  return {'first': first, 'second': second, 'own': own, 'places': places, 'by paxml': by_paxml}, ends
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_modes_run_or_raise_user_errors(runs, case):
-  code, stderr = runs[2][case]
+  code, stderr = runs[1][case]
   assert code in (exit_codes.OK, exit_codes.USAGE), stderr
   assert len(re.findall('^spmd-tasks: ', stderr, re.MULTILINE)) == (code == exit_codes.USAGE), stderr
   assert 'Traceback' not in stderr
@@ -97,7 +98,7 @@ def test_modes_run_or_raise_user_errors(runs, case):
 
 def test_training_evaluates_and_decodes_with_switches(runs):
   """With averaged weights, like a decode job; ignored settings are listed."""
-  first, second, ends = runs
+  (first, second, *_), ends = runs[0].values(), runs[1]
   code, stderr = ends['in training']
   assert code == exit_codes.OK, stderr
   assert list(binary.column(first / 'eval' / 'valid', 'loss')) == [3]
@@ -128,11 +129,10 @@ def scalars(directory: Path) -> dict[str, float]:
   return values | {tag: float(tensor_util.make_ndarray(tensor)) for tag, tensor in tensors.items()}
 
 
-def test_decode_jobs_equal_paxmls_decode_program(job, run_pax, tmp_path):
+def test_decode_jobs_equal_paxmls_decode_program(runs):
   """With averaged weights, strings, a dataset that is reset for eval, and another of one batch; ours on 8 devices."""
-  finished = run_pax(job, tmp_path, command=[SCRIPT])
-  assert finished.returncode == 0, finished.stderr
-  ours, theirs = outputs(job), outputs(tmp_path)
+  job, by_paxml = runs[0]['second'], runs[0]['by paxml']
+  ours, theirs = outputs(job), outputs(by_paxml)
   assert [(name, len(values)) for name, values in ours.items()] == [
     ('decoder_out/first/decoder_out_3_shard_0.jsonl', 7),
     ('decoder_out/prompts/decoder_out_3_shard_0.jsonl', 14),
@@ -141,43 +141,25 @@ def test_decode_jobs_equal_paxmls_decode_program(job, run_pax, tmp_path):
     for our, their in zip(ours[name], values, strict=True):
       np.testing.assert_allclose(our.pop('logprobs'), their.pop('logprobs'), atol=1e-5)
       assert our == their
-    pickled = [pickle.loads((root / name).with_suffix('.pickle').read_bytes()) for root in (job, tmp_path)]
+    pickled = [pickle.loads((root / name).with_suffix('.pickle').read_bytes()) for root in (job, by_paxml)]
     assert [key for key, _ in pickled[0]] == [key for key, _ in pickled[1]]
   for dataset in ('prompts', 'first'):
     assert scalars(job / 'summaries' / f'decode_test_{dataset}') == pytest.approx(
-      scalars(tmp_path / 'summaries' / f'decode_test_{dataset}')
+      scalars(by_paxml / 'summaries' / f'decode_test_{dataset}')
     )
 
 
-@pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
-def test_a_checkpoint_of_paxml_decodes_to_the_same_text(job, run_pax_together, tmp_path):
-  """The job's checkpoint in Paxml's format is decoded on 2 devices; a checkpoint of another path is refused."""
-  places = [tmp_path / name for name in ('paxml', 'copy')]
-  for place in places:
-    write_as_paxml(job / 'checkpoints' / 'checkpoint_00000003', place / 'checkpoints' / 'checkpoint_00000003')
-  own = ('--exp', DECODE, '--num_fake_devices', 2, '--set', 'ici_mesh_shape=1,1,2', '--job_log_dir', tmp_path / 'own')
-  decode = (
-    ('--mode', mode, *own, '--set', f'init_from={place}') for mode in ('decode', 'decode_once') for place in places
-  )
-  runs = run_pax_together(*decode)
-  assert [code for code, _ in runs] == [0, exit_codes.USAGE, 0, exit_codes.USAGE], runs
-  assert f'has outputs of the weights of {places[0]}/checkpoints/checkpoint_00000003, not of {places[1]}' in runs[1][1]
-  assert 'already done' in runs[2][1]
-  for name, values in outputs(tmp_path / 'own').items():
-    for our, expected in zip(values, outputs(job)[name], strict=True):
-      np.testing.assert_allclose(our.pop('logprobs'), expected.pop('logprobs'), atol=1e-5)
-      assert our == expected
-  assert outputs(tmp_path / 'own').keys() == outputs(job).keys()
-
-
-def write_as_paxml(checkpoint: Path, path: Path) -> None:
-  """Writes one of our checkpoints in Paxml's format with `tensorstore_use_ocdbt`."""
-  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
-  state = handler.restore(checkpoint / 'state')
-  variables = {'params': state['weights'], **(state.get('non_trainable') or {})}
-  (path / 'metadata').mkdir(parents=True)
-  (path / 'metadata/metadata').write_text('{"version": 1.2, "train_state_metadata": {}}')
-  paxml = {'step': np.uint32(3), 'mdl_vars': variables, 'opt_states': state['learner']['opt_state']}
-  handler.save(epath.Path(path / 'state'), args=ocp.args.PyTreeSave(paxml))
-  handler.finalize(epath.Path(path / 'state'))
-  handler.close()
+def test_a_checkpoint_of_paxml_decodes_to_the_same_text(runs):
+  """A checkpoint of another path is refused."""
+  directories, ends = runs
+  own, places, expected = directories['own'], directories['places'], outputs(directories['second'])
+  decoded = [ends[f'{mode} {place}'] for mode in ('decode', 'decode_once') for place in places]
+  assert [code for code, _ in decoded] == [0, exit_codes.USAGE, 0, exit_codes.USAGE], decoded
+  newest = f'{places[0]}/checkpoints/checkpoint_00000003'
+  assert f'has outputs of the weights of {newest}, not of {places[1]}' in decoded[1][1]
+  assert 'already done' in decoded[2][1]
+  assert outputs(own).keys() == expected.keys()
+  for name, values in outputs(own).items():
+    for our, their in zip(values, expected[name], strict=True):
+      np.testing.assert_allclose(our.pop('logprobs'), their.pop('logprobs'), atol=1e-5)
+      assert our == their

@@ -20,17 +20,21 @@ class Images(dense_lm.NumberedInput):
   seed: int = 0
 
   def make_batch(self, number):
-    rng = np.random.default_rng([self.seed, number])
-    labels = rng.integers(0, 4, self.batch_size)
-    images = rng.normal(0, 0.3, (self.batch_size, 8, 8, 3)).astype(np.float32)
-    for image, label in zip(images, labels, strict=True):
-      image[4 * (label // 2) : 4 * (label // 2) + 4, 4 * (label % 2) : 4 * (label % 2) + 4] += 1
-    return NestedMap(
-      image=images,
-      label_probs=np.eye(4, dtype=np.float32)[labels],
-      weight=(np.arange(self.batch_size) > 0).astype(np.float32),
-      meta=NestedMap(label=labels.astype(np.int32)),
-    )
+    return draw_images(self.seed, number, self.batch_size)
+
+
+def draw_images(seed, number, num_rows):
+  rng = np.random.default_rng([seed, number])
+  labels = rng.integers(0, 4, num_rows)
+  images = rng.normal(0, 0.3, (num_rows, 8, 8, 3)).astype(np.float32)
+  for image, label in zip(images, labels, strict=True):
+    image[4 * (label // 2) : 4 * (label // 2) + 4, 4 * (label % 2) : 4 * (label % 2) + 4] += 1
+  return NestedMap(
+    image=images,
+    label_probs=np.eye(4, dtype=np.float32)[labels],
+    weight=(np.arange(num_rows) > 0).astype(np.float32),
+    meta=NestedMap(label=labels.astype(np.int32)),
+  )
 
 
 class Classifier(base_experiment.BaseExperiment):

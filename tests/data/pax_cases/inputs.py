@@ -7,19 +7,16 @@ from pax_lab import dense_lm
 from paxml.tasks.lm.params import lm_cloud
 from praxis import pax_fiddle
 
-from pax_cases import transformers
+from pax_cases import classifiers, transformers
 
 
-class Sharded(dense_lm.NumberedInput):
+class Sharded(classifiers.Images):
   """An input with a state; each host creates its rows of a global batch that is independent of the number of hosts."""
-
-  seq_len: int = 16
-  vocab_size: int = 40
 
   def make_batch(self, number):
     hosts, host = max(self.num_infeed_hosts, 1), self.infeed_host_index
-    tokens = dense_lm.toy_tokens(7, number, self.batch_size * hosts, self.seq_len, self.vocab_size)
-    return dense_lm.rows_of(tokens[host * self.batch_size : (host + 1) * self.batch_size])
+    whole = classifiers.draw_images(self.seed, number, self.batch_size * hosts)
+    return whole.Transform(lambda rows: rows[host * self.batch_size : (host + 1) * self.batch_size])
 
   def _get_state_internal(self):
     return json.dumps(self._number).encode()
@@ -28,14 +25,14 @@ class Sharded(dense_lm.NumberedInput):
     self._number = json.loads(state)
 
 
-class Hosts(transformers.Dropout):
-  """Eight rows distributed over processes by JAX's process index; resumed from the input's state."""
+class Hosts(classifiers.Perceptron):
+  """Eight rows distributed over processes by JAX's process index; with dropout, and resumed from the input's state."""
 
-  NUM_TRAIN_STEPS = 6
+  ICI_MESH_SHAPE = [1, 2, 2]  # a sum over two devices is the same in any order
 
   def datasets(self):
     hosts = dict(num_infeed_hosts=jax.process_count(), infeed_host_index=jax.process_index())
-    rows = self.BATCH_SIZE // jax.process_count()
+    rows = 8 // jax.process_count()
     return [
       pax_fiddle.Config(Sharded, name='train', batch_size=rows, is_training=True, **hosts),
       pax_fiddle.Config(
@@ -43,9 +40,10 @@ class Hosts(transformers.Dropout):
       ),
     ]
 
-  def change(self, task, lm):
-    super().change(task, lm)
+  def task(self):
+    task = super().task()
     task.train.enable_input_checkpointing = True
+    return task
 
 
 class FewRows(transformers.SmallLm):
