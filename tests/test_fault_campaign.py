@@ -31,14 +31,15 @@ def campaign(tmp_path_factory):
     yield campaign
 
 
+# By default tests/programs/test_kills.py kills jobs at any moment, test_store_jobs.py finds what a kill leaves in a
+# bucket, and tests/tuning/test_rewards.py resumes a job in the middle of a rollout.
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   'number',
   [
     *numbers_of(CHEAP, 1),
-    # By default tests/multi_process/test_store_processes.py kills a job in a bucket, and tests/tuning/test_rewards.py
-    # resumes one in the middle of a rollout.
-    *(pytest.param(number, marks=pytest.mark.exhaustive) for kind in LONG for number in numbers_of((kind,), 1)),
+    *(number for kind in LONG for number in numbers_of((kind,), 1)),
   ],
 )
 def test_the_promise_is_held(campaign, number):

@@ -173,7 +173,7 @@ _OF_EXTENSIONS = {'pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'tr
     pytest.param(_HELP, {'jax', 'numpy', 'fiddle'}, id='help'),
     # Orbax and TensorStore take a second or more to import.
     pytest.param('import spmd_tasks.programs.train', {*_OF_EXTENSIONS, 'orbax', 'tensorstore', 'flax.nnx'}, id='train'),
-    pytest.param(_FIRST_STEP, _OF_EXTENSIONS, id='first step', marks=pytest.mark.slow),
+    pytest.param(_FIRST_STEP, _OF_EXTENSIONS, id='first step', marks=pytest.mark.exhaustive),
   ],
 )
 def test_a_start_imports_only_what_it_uses(program, absent, tmp_path):

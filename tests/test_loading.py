@@ -21,7 +21,7 @@ from tests.shared_models import shared_models
 # Experiments whose weights are padded on their own mesh, made smaller.
 JOBS = {
   'dense': ('synthetic.Uneven', ['num_layers=1']),
-  'moe': ('moe.UnevenExperts', ['num_layers=1', 'seq_len=16', 'task.decode.num_slots=2', 'task.decode.min_bucket=16']),
+  'moe': ('moe.UnevenExperts', ['num_layers=1', 'seq_len=32', 'task.decode.num_slots=2', 'task.decode.min_bucket=32']),
 }
 IDS = np.random.default_rng(0).integers(1, 257, (3, 7))
 PROMPTS = [{'prompt': 'def f', 'max_tokens': 5, 'temperature': 1.0}]
@@ -106,7 +106,7 @@ def test_chat_continues_the_output_of_the_chat_template(saved, tmp_path):
   with pytest.raises(UserError, match=r"conversation 2 must be .* a list of messages, .* not {'role': 'user'"):
     lm.chat(['a', hello[0]])
   with shared_models():
-    transcript = load(saved['moe'][0], overrides=['task.decode.max_len=32'])  # a transcript: no folder's template
+    transcript = load(saved['moe'][0])  # a transcript: no folder's template
     prompt = Prompt(prompt='user: d\nassistant: ', stop=('\nuser:', '\nsystem:'), **asked)
     assert transcript.chat('d', **asked) == transcript.generate([prompt])
     with pytest.raises(UserError, match=r'cannot chat.*no tokenizer'):

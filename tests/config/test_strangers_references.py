@@ -112,7 +112,7 @@ def test_no_mode_calls_a_function_of_a_file(archive, mode, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('field', ['reward', 'environment'])
+@pytest.mark.parametrize('field', ['reward', pytest.param('environment', marks=pytest.mark.exhaustive)])
 def test_the_binary_calls_no_function_of_a_file(archive, field):
   (archive / 'config.json').write_text(json.dumps(saved(**{field: 'pty:spawn'})))
   flags = ('--mode', 'train', '--job_log_dir', archive, '--num_fake_devices', 1)

@@ -133,7 +133,7 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
   assert plain_scheduler.num_drafted_tokens == 0
 
 
-@slow
+@exhaustive  # of a folder, tests/test_loading.py has it
 def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   """So it reads what it should, in chunks, after shared beginnings, drawn tokens and steps with token masks."""
   run = make_run('one device')

@@ -27,10 +27,10 @@ MODEL = 'lm.UnevenTiny'
 SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8']
 # One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
 SETTINGS += [
-  f'task.decode.{setting}' for setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3')
+  f'task.decode.{setting}' for setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=2')
 ]
 COMMAND = ['--exp', MODEL, *(part for setting in SETTINGS for part in ('--set', setting))]
-# Beside them, a decoding job has prompts of tokens, and samples; the slots do not divide by the data axis.
+# Beside them, a decoding job has prompts of tokens, and samples.
 SAMPLED = [{'prompt_ids': [i + 1] * (i + 1), 'max_tokens': 4, 'temperature': 1.0, 'n': 2} for i in range(3)]
 PROMPTS = [('def ' * (number + 1))[: 2 * number + 1] for number in range(6)]
 HEADERS = {'authorization': 'Bearer secret'}

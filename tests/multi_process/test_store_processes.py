@@ -34,7 +34,9 @@ def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
   return [[*command, *own] for own in coordinator_flags(num_processes=2)]
 
 
-@pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
+# By default test_binary.py has two processes that save together, tests/programs/test_store_jobs.py a job in a store.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('store', ['gs', 's3'], indirect=True)
 def test_a_job_of_two_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
   with Job(commands(store), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 5/', limit_s=START_S)

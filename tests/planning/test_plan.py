@@ -7,8 +7,6 @@ the rest is the bubble; and --mode plan as a user runs it.
 import collections
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -286,9 +284,7 @@ def test_flags_of_plan_in_another_mode_are_refused(tmp_path, capsys):
 def test_plans_need_no_tensorflow():
   flags = ['--exp', 'synthetic.Tiny', '--mode', 'plan', '--target', 'cpu']
   block = "import sys; sys.modules['tensorflow'] = None; from spmd_tasks import main"
-  done = subprocess.run(
-    [sys.executable, '-c', f'{block}; sys.exit(main.run({flags}))'], capture_output=True, text=True, check=False
-  )
+  done = binary.run_python(f'{block}; sys.exit(main.run({flags}))')
   assert done.returncode == exit_codes.OK, done.stderr
   assert 'memory per device:' in done.stdout
 

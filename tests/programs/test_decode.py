@@ -26,7 +26,7 @@ from tests.programs.small_runs import only_checkpoints
 SETTINGS = (
   'task.decode.max_len=24',
   'task.decode.min_bucket=24',
-  'task.decode.num_slots=3',
+  'task.decode.num_slots=2',
   'task.decode.prefill_rows=2',
 )
 PROMPTS = [
@@ -145,6 +145,7 @@ def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path,
   ]
 
 
+@pytest.mark.exhaustive  # a real kill; above is what it leaves
 def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path):
   prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i, 'max_tokens': 12} for i in range(60)]
   flags = ('--decode_input', write_prompts(tmp_path, prompts))

@@ -41,7 +41,7 @@ def dense(tmp_path_factory):
   scope='module',
   params=[
     'tests.programs.test_mixture_jobs.Mixed',
-    pytest.param('tests.replay.replayed_jobs.PipelinedExperts', marks=pytest.mark.exhaustive),
+    'tests.replay.replayed_jobs.PipelinedExperts',
   ],
 )
 def mixture(request, tmp_path_factory):
@@ -112,6 +112,7 @@ def test_the_first_step_that_differs_is_found(dense, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_rows_of_a_mixture_are_described(mixture, tmp_path):
   """Steps from the beginning pass two checkpoints; the rows of one step agree with its texts."""
   code, report = replay(mixture, tmp_path / 'out.json', '--from', 1, '--to', 9)

@@ -114,8 +114,8 @@ CASES = [
 ]
 # Tests that run by default compare these features on a mesh too: tests/bridges/t5x/test_gin.py (an encoder and a
 # decoder, with the checkpoints of T5X), tests/learning/test_muon.py (Muon),
-# tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts),
-# test_quantized_training.py (one forward, one backward) and test_checkpoint_moves.py (moments in a pipeline).
+# tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts), and
+# test_checkpoint_moves.py (moments in a pipeline).
 ONE_BY_ONE = [
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),

@@ -14,11 +14,11 @@ from tests.runtime.uneven_experiments import AdamW
 
 SIX = ('num_layers=6', 'batch_size=16')
 BOTH = ('task.quantization={"^stack/layers/ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
-CASES = [('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',))]
+CASES = [('data 2 x mdl 4', AdamW, (1, 2, 4), SIX)]
 # tests/layers/test_quantized_products.py tests single products on these meshes by default.
 ONE_BY_ONE = [
   ('gradients scattered, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), ('scatters_gradients=True', *SIX)),
-  ('data 2 x mdl 4', AdamW, (1, 2, 4), SIX),
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',)),
 ]
 
 

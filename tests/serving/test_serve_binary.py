@@ -53,7 +53,7 @@ def url(job, gcs_emulator, tmp_path_factory):
 def serving(url, key):
   key.write_text('secret\n')
   flags = ('--job_log_dir', url, '--api_key_file', key, '--drain_s', 20)  # config.json names the model
-  sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=2')
+  sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=1')
   overrides = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
   with client_of_binary(*flags, *overrides, api_key='secret') as client:
     assert re.fullmatch(

@@ -131,7 +131,7 @@ def test_packed_texts_have_the_same_log_probabilities_and_values_as_unpacked_tex
 
 
 @pytest.mark.parametrize(
-  'fault', [pytest.param(name, marks=pytest.mark.slow if FAULTS[name] is after_top_k else ()) for name in FAULTS]
+  'fault', [pytest.param(name, marks=pytest.mark.exhaustive if FAULTS[name] is after_top_k else ()) for name in FAULTS]
 )
 def test_the_mismatch_shows_a_planted_fault(fault, monkeypatch):
   assert sampler().mismatch(FAULTS[fault](monkeypatch)) > 0.01

@@ -282,7 +282,13 @@ EXPERTS_CHOOSE = FfnBlock(
 )
 
 
-@pytest.mark.parametrize('block', [BIDIRECTIONAL, EXPERTS_CHOOSE], ids=['bidirectional attention', 'experts choose'])
+@pytest.mark.parametrize(
+  'block',
+  [
+    pytest.param(BIDIRECTIONAL, id='bidirectional attention'),
+    pytest.param(EXPERTS_CHOOSE, id='experts choose', marks=pytest.mark.exhaustive),
+  ],
+)
 def test_blocks_that_see_later_tokens_start_and_compute_as_in_the_stack(block):
   """Such blocks generate no text, and say so where a text is generated; a start draws weights."""
   plain = TransformerStack(block=block, num_layers=2)
