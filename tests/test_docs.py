@@ -103,7 +103,7 @@ def run(argv: list[str], directory: Path, environment: Mapping[str, str]) -> sub
   return subprocess.run(
     argv,
     cwd=directory,
-    env=environment,
+    env={**environment, forked.OWNER_VARIABLE: os.environ.get(forked.OWNER_VARIABLE, '')},  # by tests/costs.py
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
