@@ -83,7 +83,7 @@ class Job:
       log_dir: where the logs go.
       num_devices: fake CPU devices per process.
       env: variables on top of this process's.
-      fresh: starts new interpreters, so that each rank has its own seed of `hash`; otherwise ranks may be forked.
+      fresh: starts a new interpreter for rank 0, whose seed of `hash` differs from that of ranks that are forked.
       server: the socket of the fork server; None takes the one that all processes use.
     """
     assert all(argv[0] == sys.executable for argv in argvs)
@@ -105,12 +105,12 @@ class Job:
   def __enter__(self) -> 'Job':
     self._start_time = time.monotonic()
     try:
-      for argv, log_path in zip(self.argvs, self._log_paths, strict=True):
+      for rank, (argv, log_path) in enumerate(zip(self.argvs, self._log_paths, strict=True)):
         with log_path.open('wb') as log:
           self._processes.append(
             binary.start_process(
               argv[1:],
-              fresh=self._fresh,
+              fresh=self._fresh and rank == 0,
               **self._server,
               env=self._env,
               stdin=subprocess.DEVNULL,

@@ -138,6 +138,7 @@ def test_the_mismatch_shows_a_planted_fault(fault, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_mismatch_shows_routing_that_is_not_replayed(monkeypatch):
   """The sampler's router has slightly different weights, as if it rounded differently."""
   experts = Sampler('replays_routing=True', experiment=ExpertsPolicy)

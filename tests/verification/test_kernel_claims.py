@@ -97,7 +97,7 @@ def attention_with(**changes):
   [
     (with_gradients(lambda d_rows, d_weights, *_: (d_rows, d_weights.swapaxes(1, 2))), 'the gradient of matrices'),
     (with_gradients(empty_groups_are_not_zeroed), 'the gradient of matrices'),
-    (with_gradients(one_row_too_many), 'the gradient of matrices'),
+    pytest.param(with_gradients(one_row_too_many), 'the gradient of matrices', marks=pytest.mark.exhaustive),
     (accumulated_in_bfloat16, 'the result'),
   ],
   ids=['transposed gradient', 'empty group', 'one row too many', 'dtype of the sum'],
