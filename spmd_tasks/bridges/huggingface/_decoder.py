@@ -135,6 +135,9 @@ class DeltaNet:
   value_head_dim: int
   conv_size: int = 4
   max_strength: float = 1.0
+  feature_decays: bool = False
+  gate_rank: int | None = None
+  gate_activation: str = 'silu'
   epsilon: float = 1e-6
   has_own_norms: bool = False
 
@@ -469,11 +472,11 @@ def _attention(decoder: Decoder, kind: Kind, dtype: str, **settings: Any) -> Att
 
 
 def _latent_attention(decoder: Decoder, dtype: str) -> LatentAttention:
-  rotary: Any = decoder.rotary
-  scale = None
-  if isinstance(rotary.scaling, YarnScaling) and rotary.scaling.mscale_all_dim:
-    scale = decoder.head_dim**-0.5 * yarn_magnitude(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
-  settings = {'rotary': rotary, 'softmax_scale': scale, 'use_bias': decoder.qkv_bias, 'dtype': dtype}
+  rotary, scale = decoder.rotary, None
+  scaling = None if rotary is None else rotary.scaling
+  if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+    scale = decoder.head_dim**-0.5 * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+  settings: dict[str, Any] = {'rotary': rotary, 'softmax_scale': scale, 'use_bias': decoder.qkv_bias, 'dtype': dtype}
   return LatentAttention(num_heads=decoder.num_heads, **vars(decoder.latent), **settings)
 
 

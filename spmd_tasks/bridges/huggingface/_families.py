@@ -27,6 +27,7 @@ from spmd_tasks.bridges.huggingface._decoder import Decoder, decoder_of
 from spmd_tasks.bridges.huggingface._describe import LayerSlot
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._special_keys import (
+  NORMALIZE_GATES,
   SIGMOID_ROUTING,
   EqualInLayers,
   ExpertGroups,
@@ -37,6 +38,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   Granite4Rope,
   GraniteExperts,
   GraniteLayers,
+  KimiLinearLayers,
   LayerEmbeddingKeys,
   Llama4Temperature,
   NextnHeads,
@@ -88,6 +90,7 @@ class Family:
     table_copies: names of further copies of the embedding table.
     writes_copies: whether exports need the copies if logits are not scaled; `transformers` ties them only if they are.
     other_names: the end of a tensor's name -> fields of `names` that differ in files that have such a tensor.
+    modules: parts of tensor names -> how the names of the modules in `transformers` differ there.
     tied_by_files: whether the head is untied if and only if the files have one, whatever config.json says.
   """
 
@@ -104,6 +107,7 @@ class Family:
   table_copies: tuple[str, ...] = ()
   writes_copies: bool = False
   other_names: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
   tied_by_files: bool = False
 
   @property
@@ -163,6 +167,12 @@ class Family:
     """Returns a tensor's name with the prefix that old files and headless models leave out."""
     base = self.base or ('model.' if decoder.num_labels == 0 else '')
     return name if name.startswith(base) or name in (self.names.head, SCORE_HEAD) else base + name
+
+  def module_name(self, name: str) -> str:
+    """Returns the name in `transformers` of the module whose weight has this name in files."""
+    for part, other in self.modules.items():
+      name = name.replace(part, other)
+    return name
 
   def is_ignored(self, name: str, decoder: Decoder) -> bool:
     """Whether a tensor in a file is not a weight of the model, such as a head that is tied to the table."""
@@ -331,6 +341,38 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
     writes_copies=mlp == 'mlp',
     table_copies=('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'),
     tied_by_files=True,
+  )
+
+
+def _gemma4(architecture: str, window: int, *keys: Entry) -> Family:
+  """Returns a family of Gemma 4, with the default of `sliding_window`, and keys of its own."""
+  return Family(
+    architecture=architecture,
+    keys=(
+      *_sizes(262_144, 2304, 9216, 30, 8, 4, 256, tied=True),
+      activation('hidden_activation', 'gelu_pytorch_tanh'),
+      Rope(1e6, 10_000.0, default={'rope_type': 'proportional', 'partial_rotary_factor': 0.25}),
+      LayerTypes(_every_but(6), default_window=window),
+      Gemma4Layers(),
+      attention_bias(),
+      Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
+      FixedKey('use_bidirectional_attention', None, (False, 'vision')),
+      *keys,
+      Gemma4SharedKv(),
+    ),
+    fixed={
+      **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
+      'softmax_scale': 1.0,
+    },
+    inert=('hidden_act',),
+    names=TensorNames(
+      ffn_norm='pre_feedforward_layernorm',
+      router='router.proj',
+      fused_experts=('experts.gate_up_proj', 'experts.down_proj'),
+      expert_layout='transposed',
+      shared='mlp.',
+    ),
+    modules={'.mlp.experts.': '.experts.'},
   )
 
 
@@ -641,34 +683,8 @@ FAMILIES: dict[str, Family] = {
     fixed={'scaled_embedding': True, 'norm_plus_one': True},
     inert=('hidden_activation',),
   ),
-  'gemma4_text': Family(
-    architecture='Gemma4ForCausalLM',
-    keys=(
-      *_sizes(262_144, 2304, 9216, 30, 8, 4, 256, tied=True),
-      activation('hidden_activation', 'gelu_pytorch_tanh'),
-      Rope(1e6, 10_000.0, default={'rope_type': 'proportional', 'partial_rotary_factor': 0.25}),
-      LayerTypes(_every_but(6), default_window=512),
-      Gemma4Layers(),
-      attention_bias(),
-      Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
-      FixedKey('use_bidirectional_attention', None, (False, 'vision')),
-      Gemma4Experts(),
-      Gemma4SharedKv(),
-      LayerEmbeddingKeys(),
-    ),
-    fixed={
-      **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
-      'softmax_scale': 1.0,
-    },
-    inert=('hidden_act',),
-    names=TensorNames(
-      ffn_norm='pre_feedforward_layernorm',
-      router='router.proj',
-      fused_experts=('experts.gate_up_proj', 'experts.down_proj'),
-      expert_layout='transposed',
-      shared='mlp.',
-    ),
-  ),
+  'gemma4_text': _gemma4('Gemma4ForCausalLM', 512, Gemma4Experts(), LayerEmbeddingKeys()),
+  'gemma4_unified_text': _gemma4('Gemma4UnifiedForCausalLM', 1024),
   'vaultgemma': Family(
     architecture='VaultGemmaForCausalLM',
     keys=_GEMMA2_KEYS,
@@ -1197,6 +1213,44 @@ FAMILIES: dict[str, Family] = {
     other_names={'post_attention_layernorm.weight': {'attention_post_norm': 'post_attention_layernorm'}},
     inert=('linear_a_log_min', 'linear_a_log_max', 'linear_dt_min', 'linear_dt_max', 'linear_dt_init_floor'),
   ),
+  'kimi_linear': Family(
+    architecture='KimiLinearForCausalLM',
+    keys=(
+      *_without('head_dim', _sizes(163_840, 2304, 9216, 27, 32, 32, eps=1e-5)),
+      *latent_keys(None, 512, 128, 64, 128)[:-1],
+      activation(),
+      attention_bias(),
+      KimiLinearLayers(),
+      Key('rms_norm_eps', 'delta_net.epsilon', float, 1e-5),
+      num_experts_key('num_experts', 256, 'num_local_experts'),
+      Key('num_experts_per_token', 'mixture.routing.num_selected', int, 8, aliases=('num_experts_per_tok',)),
+      Key('moe_intermediate_size', 'mixture.hidden_dim', int, 1024),
+      Key('routed_scaling_factor', 'mixture.routing.gate_scale', float, 2.446),
+      Key(
+        *('moe_renormalize', 'mixture.routing.normalize_gates', bool, True),
+        aliases=('norm_topk_prob',),
+        names=NORMALIZE_GATES,
+      ),
+      ExpertGroups(1, 1, ('noaux_tc',), key='num_expert_group'),
+      SharedExperts('num_shared_experts', 1),
+      mlp_layer_types(has_number=True),
+      *_says(moe_layer_freq=1, moe_router_activation_func='sigmoid', use_grouped_topk=True, mla_use_nope=True),
+    ),
+    fixed=SIGMOID_ROUTING | {'delta_net.feature_decays': True, 'delta_net.gate_activation': 'sigmoid'},
+    names=dataclasses.replace(
+      _MIXTRAL,
+      balance_bias='block_sparse_moe.gate.e_score_correction_bias',
+      shared='block_sparse_moe.shared_experts.',
+      recurrent='self_attn.',
+      delta_net='separate',
+    ),
+    # transformers writes this prefix in dense layers too, and reads both.
+    other_names={
+      'block_sparse_moe.gate_proj.weight': {name: f'block_sparse_moe.{name}_proj' for name in ('gate', 'up', 'down')}
+    },
+    modules={'.f_a_proj': '.forget_gate.f_a_proj', '.f_b_proj': '.forget_gate.f_b_proj', 'block_sparse_moe.': 'mlp.'},
+    inert=('head_dim', 'qk_head_dim', 'rope_theta', 'rope_scaling', 'rope_parameters', 'num_nextn_predict_layers'),
+  ),
   't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),
   'mt5': _t5('MT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
   'umt5': _t5(
@@ -1223,6 +1277,7 @@ ALIASES = {'kimi_k2': 'deepseek_v3'}
 WRAPPERS = {
   'gemma3': ('Gemma3ForConditionalGeneration', 'gemma3_text'),
   'gemma4': ('Gemma4ForConditionalGeneration', 'gemma4_text'),
+  'gemma4_unified': ('Gemma4UnifiedForConditionalGeneration', 'gemma4_unified_text'),
   'qwen3_5': ('Qwen3_5ForConditionalGeneration', 'qwen3_5_text'),
   'qwen3_5_moe': ('Qwen3_5MoeForConditionalGeneration', 'qwen3_5_moe_text'),
   'mistral3': ('Mistral3ForConditionalGeneration', 'mistral'),
@@ -1248,7 +1303,6 @@ _SPARSE = 'its attention reads only keys that the layer DeepSeek sparse attentio
 # Families of transformers that need a layer of another kind: model type -> the layer, and the nearest family.
 REFUSED = {
   'longt5': ('its encoder attends to local blocks and block summaries', 't5'),
-  'kimi_linear': ('some of its layers are the recurrent layer Kimi Delta Attention', 'deepseek_v3'),
   'minimax': ('some of its layers are the recurrent layer Lightning Attention', 'minimax_m2'),
   'gemma3n': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),
   'gemma3n_text': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),

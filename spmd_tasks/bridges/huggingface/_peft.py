@@ -77,6 +77,7 @@ class PeftModule:
 
   Attributes:
     name: the name of the module or parameter in `transformers`.
+    tensor: the name of its weight in the files; '' for a parameter with all experts.
     slots: the kernels in its weight. For experts, a slot's index does not select an expert.
     operations: the operations of the rule that converts the weight to these kernels.
     is_transposed: whether the weight is [in, out].
@@ -86,6 +87,7 @@ class PeftModule:
   """
 
   name: str
+  tensor: str = ''
   slots: tuple[Slot, ...]
   operations: tuple[Operation, ...] = ()
   is_transposed: bool = False
@@ -127,9 +129,9 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     name = rule.source[0].name
     if len(rule.source) != 1 or not name.endswith('.weight') or not all(slot.name in adaptable for slot in rule.target):
       continue
-    settings: dict[str, Any] = {'slots': rule.target, 'operations': rule.operations}
+    settings: dict[str, Any] = {'tensor': name, 'slots': rule.target, 'operations': rule.operations}
     settings |= {'is_transposed': folder.family.make_rules is gpt2_rules, 'is_old': '/experts/' in rule.target[0].name}
-    modules.append(PeftModule(name=name.removesuffix('.weight'), **settings))
+    modules.append(PeftModule(name=folder.family.module_name(name.removesuffix('.weight')), **settings))
   mixture = folder.decoder.mixture
   for i, layer in enumerate(layers):
     if mixture is None or folder.decoder.num_encoder_layers or not folder.decoder.mixed[i]:
@@ -137,7 +139,7 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     for name, kernels in ((_GATE_UP, ('gate', 'up')), (_DOWN, ('down',))):
       slots = tuple(Slot(f'{layer.prefix}ffn/experts/{kernel}', layer.index) for kernel in kernels)
       if all(slot.name in adaptable for slot in slots):
-        parameter = f'{folder.family.names.layer.format(i)}mlp.experts.{name}'
+        parameter = folder.family.module_name(f'{folder.family.names.layer.format(i)}mlp.experts.{name}')
         routing = mixture.routing
         modules.append(
           PeftModule(name=parameter, slots=slots, num_experts=routing.num_experts, is_interleaved=routing.use_bias)
@@ -465,7 +467,7 @@ def _to_peft(
   num_in = one_a.size // one_a.shape[-1] // (module.num_experts or 1)
   num_out = len(module.slots) * present[0].b.shape[-1]  # for experts, B is [E, R, F]
   if module.num_experts is None:
-    num_out = base.tensors[f'{module.name}.weight'].shape[1 if module.is_transposed else 0]
+    num_out = base.tensors[module.tensor].shape[1 if module.is_transposed else 0]
   all_a, all_b, magnitude = [], [], np.empty(num_out, np.float32)
   rows_and_columns = module.rows_and_columns(num_out, num_in, num_input_dims)
   for slot, kernel, (rows, columns) in zip(module.slots, of_slots, rows_and_columns, strict=True):

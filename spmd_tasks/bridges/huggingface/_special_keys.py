@@ -37,7 +37,7 @@ from spmd_tasks.layers.attention.rotary_scaling import ProportionalScaling
 from spmd_tasks.layers.attention.temperature import Temperature
 
 _UNBOUNDED = 2**31 - 1  # `expert_capacity` of Switch with dropless routing
-_NORMALIZE_GATES = {True: 1.0, False: None}  # `norm_topk_prob` -> `normalize_gates`
+NORMALIZE_GATES = {True: 1.0, False: None}  # `norm_topk_prob` -> `normalize_gates`
 
 
 def experts(
@@ -58,7 +58,7 @@ def experts(
     is_normalized: the family's default of that key.
   """
   normalized = normalized_key and Key(
-    normalized_key, 'mixture.routing.normalize_gates', bool, is_normalized, names=_NORMALIZE_GATES
+    normalized_key, 'mixture.routing.normalize_gates', bool, is_normalized, names=NORMALIZE_GATES
   )
   return (
     num_experts,
@@ -99,7 +99,7 @@ def shared_experts(
   the default of `norm_topk_prob`. `mixed` says which layers have experts. Without `is_sigmoid`, the router has a
   softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
   """
-  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, is_normalized, names=_NORMALIZE_GATES)
+  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, is_normalized, names=NORMALIZE_GATES)
   return (
     num_experts_key('n_routed_experts', num_experts, 'num_local_experts'),
     Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
@@ -116,14 +116,18 @@ def shared_experts(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroups:
-  """`n_group`, `topk_group` and `topk_method`; the attributes are the family's defaults and supported methods."""
+  """`n_group`, `topk_group` and `topk_method`; the attributes are the family's defaults and supported methods.
+
+  `key` is another name of `n_group`.
+  """
 
   num_groups: int | None
   num_selected: int | None
   methods: tuple[str, ...]
+  key: str = 'n_group'
 
   def read(self, config: Config, known: Values) -> Values:
-    num_groups = config.read('n_group', int, self.num_groups) or 1
+    num_groups = config.read('n_group', int, config.read(self.key, int, self.num_groups)) or 1
     num_selected = config.read('topk_group', int, self.num_selected)
     method = config.read('topk_method', str, self.methods[0])
     if method not in self.methods:
@@ -136,7 +140,7 @@ class ExpertGroups:
     assert decoder.mixture is not None  # the keys before this one require it
     routing = decoder.mixture.routing
     method = self.methods[0 if routing.num_selected_groups is None else -1]
-    return {'n_group': routing.num_groups, 'topk_group': routing.num_selected_groups or 1, 'topk_method': method}
+    return {self.key: routing.num_groups, 'topk_group': routing.num_selected_groups or 1, 'topk_method': method}
 
 
 def first_dense(default: int) -> PerLayer:
@@ -175,7 +179,7 @@ class NextnHeads:
     return {self.key: decoder.num_nextn} if self.has_key or decoder.num_nextn else {}
 
 
-def latent_keys(query_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> tuple[Entry, ...]:
+def latent_keys(query_rank: int | None, kv_rank: int, nope: int, rope: int, value: int) -> tuple[Entry, ...]:
   """Returns the keys of DeepSeek's latent attention; the arguments are the family's defaults."""
   return (
     Key('q_lora_rank', 'latent.query_rank', int, query_rank, nullable=True),
@@ -411,6 +415,49 @@ def recurrent_layers() -> PerLayer:
 
   types = {flag: kind for kind, flag in kinds.items()}
   return PerLayer('recurrent', read_flags, lambda flags: {'layer_types': [types[flag] for flag in flags]})
+
+
+class KimiLinearLayers:
+  """The sizes of Kimi Delta Attention, and which layers have it, in `linear_attn_config` or in keys of transformers."""
+
+  # Key of transformers -> field, key in `linear_attn_config`, default.
+  _SIZES = {
+    'linear_num_heads': (('num_heads', 'num_key_heads'), 'num_heads', 32),
+    'linear_head_dim': (('key_head_dim', 'value_head_dim', 'gate_rank'), 'head_dim', 128),
+    'linear_conv_kernel_dim': (('conv_size',), 'short_conv_kernel_size', 4),
+  }
+  _KINDS = {'full_attention': False, 'linear_attention': True}
+  _LISTS = {'full_attn_layers': False, 'kda_layers': True}
+
+  def read(self, config: Config, known: Values) -> Values:
+    published = config.read('linear_attn_config', dict, {})
+    if published.keys() - self._LISTS.keys() - {key for _, key, _ in self._SIZES.values()}:
+      raise config.error('linear_attn_config', 'must have sizes and lists of layers alone')
+    values: Values = {}
+    for key, (fields, published_key, default) in self._SIZES.items():
+      size = published.get(published_key, config.read(key, int, default))
+      if type(size) is not int or size < 1:
+        raise config.error('linear_attn_config', f'must have a positive number as its {published_key}')
+      values |= dict.fromkeys((f'delta_net.{field}' for field in fields), size)
+    num_layers = known['num_layers']
+    types = read_list(config, 'layer_types', str, num_layers)
+    if types is None and self._LISTS.keys() <= published.keys():
+      flags = {layer: flag for key, flag in self._LISTS.items() for layer in published[key]}
+      if sorted(layer for key in self._LISTS for layer in published[key]) != [*range(1, num_layers + 1)]:
+        raise config.error('linear_attn_config', 'must list each layer, from 1 on, once')
+      return values | {'recurrent': tuple(flags[layer] for layer in range(1, num_layers + 1))}
+    if types is not None and set(types) - self._KINDS.keys():
+      raise config.error('layer_types', f'must name {" or ".join(self._KINDS)} for each layer')
+    if types is None:
+      return values | {'recurrent': tuple(layer % 4 != 0 or layer == 0 for layer in range(num_layers))}
+    return values | {'recurrent': tuple(self._KINDS[kind] for kind in types)}
+
+  def write(self, decoder: Decoder) -> Values:
+    if decoder.delta_net is None:
+      raise UserError('the model has no recurrent layers.')
+    sizes = {key: getattr(decoder.delta_net, fields[0]) for key, (fields, _, _) in self._SIZES.items()}
+    names = {flag: kind for kind, flag in self._KINDS.items()}
+    return sizes | {'layer_types': [names[flag] for flag in decoder.recurrent]}
 
 
 class GraniteLayers:

@@ -30,7 +30,7 @@ class TensorNames:
   of a head as a pair; ours rotate i and i + d/2. `fused_experts` names the kernels into and out of the hidden layers of
   all experts, None for a tensor per expert. Their `expert_layout` is 'halves', [E, D, 2F] and [E, F, D], with all
   columns of the gate first; 'interleaved', whose columns of gate and up alternate; or 'transposed', [E, 2F, D] and
-  [E, D, F]. `delta_net` is the layout of recurrent layers, see `_delta_net`.
+  [E, D, F]. `recurrent` is the prefix of recurrent layers, and `delta_net` their layout, see `_delta_net`.
 
   `nextn_block` and `nextn_head` are the prefixes of a multi-token prediction head's block and of its other tensors, ''
   for the number after the last layer.
@@ -69,6 +69,7 @@ class TensorNames:
   expert_down: str = 'down_proj'
   fused_experts: tuple[str, str] | None = None
   expert_layout: Literal['halves', 'interleaved', 'transposed'] = 'halves'
+  recurrent: str = 'linear_attn.'
   delta_net: Literal['by_key_head', 'fused', 'separate'] = 'fused'
   nextn_block: str = ''
   nextn_head: str = ''
@@ -125,7 +126,7 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
         yield layer.rule(f'{their_norm}.{theirs}', f'{our_norm}/{ours}')
     if is_recurrent:
       assert decoder.delta_net is not None
-      recurrent = dataclasses.replace(layer, prefix=f'{layer.prefix}linear_attn.')
+      recurrent = dataclasses.replace(layer, prefix=layer.prefix + names.recurrent)
       yield from _delta_net(recurrent, decoder.delta_net, names.delta_net)
     elif decoder.latent is not None:
       yield from _latent_attention(layer, decoder, names)
@@ -222,9 +223,9 @@ def _halves(size: int) -> SplitDim:
 def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator[Rule]:
   """Yields the rules of a GatedDeltaNet.
 
-  A `layout` is how files have the rows of the projections: 'separate' as tensors of their own (OLMo Hybrid), 'fused'
-  with queries, keys and values in one (Qwen 3.5), or 'by_key_head' also with gates, all rows of a head of keys together
-  (Qwen3-Next).
+  A `layout` is how files have the rows of the projections: 'separate' as tensors of their own (OLMo Hybrid, and Kimi
+  Linear with products of two for the gates), 'fused' with queries, keys and values in one (Qwen 3.5), or 'by_key_head'
+  also with gates, all rows of a head of keys together (Qwen3-Next).
   """
   num_groups, key_dim, value_dim = delta_net.num_key_heads, delta_net.key_head_dim, delta_net.value_head_dim
   repeats = delta_net.num_heads // num_groups
@@ -251,6 +252,12 @@ def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator
       yield layer.rule(f'{name}_proj.weight', kernel, _TRANSPOSE, split)
     gates = {'g_proj': (gate, values), 'b_proj': (strength,), 'a_proj': (step,)}
     others = {'norm': 'o_norm', 'out': 'o_proj'}
+  rates: tuple[Operation, ...] = ()
+  if delta_net.gate_rank is not None:
+    del gates['g_proj'], gates['a_proj']
+    gates |= {'g_a_proj': ('attention/gate_down/kernel',), 'f_a_proj': ('attention/step_down/kernel',)}
+    gates |= {'g_b_proj': (gate, values), 'f_b_proj': (step, keys)}
+    rates = (Reshape((1, 1, -1, 1), (-1,)),)
   for name, (kernel, *operations) in gates.items():
     yield layer.rule(f'{name}.weight', kernel, _TRANSPOSE, *operations)
   if layout == 'separate':  # joined first, because transformers splits them into equal parts
@@ -258,8 +265,8 @@ def _delta_net(layer: _LayerRules, delta_net: DeltaNet, layout: str) -> Iterator
     yield layer.rule(sources, taps, SplitDim(-3, sizes, joins=True), *by_tap, *parts)
   else:
     yield layer.rule('conv1d.weight', taps, *by_tap, *parts)
-  yield layer.rule('A_log', 'attention/log_rate')
-  yield layer.rule('dt_bias', 'attention/step_bias')
+  yield layer.rule('A_log', 'attention/log_rate', *rates)
+  yield layer.rule('dt_bias', 'attention/step_bias', *[keys] * delta_net.feature_decays)
   yield layer.rule(f'{others["norm"]}.weight', 'attention/out_norm/scale')
   yield layer.rule(f'{others["out"]}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
 
@@ -268,8 +275,9 @@ def _latent_attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) 
   latent = decoder.latent
   assert latent is not None
   heads, nope = split_heads(decoder.head_dim), latent.nope_head_dim
-  query = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=nope)
-  key = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=latent.kv_rank)
+  num_rotating = latent.rope_head_dim if decoder.rotary else 0
+  query = pairs_to_halves(num_rotating, latent.rope_head_dim, before=nope)
+  key = pairs_to_halves(num_rotating, latent.rope_head_dim, before=latent.kv_rank)
   if latent.query_rank is None:
     yield layer.rule('self_attn.q_proj.weight', 'attention/query/kernel', _TRANSPOSE, heads, query)
   else:

@@ -48,7 +48,7 @@ class LatentAttention(nn.Module, kw_only=True):
     num_heads: H.
     query_rank, kv_rank: Q and C; `query_rank=None` projects queries directly.
     nope_head_dim, rope_head_dim, value_head_dim: N, R and V.
-    rotary: rotary positions of the R features.
+    rotary: rotary positions of the R features; None: none (Kimi Linear).
     softmax_scale: factor of the attention logits; None means 1 / sqrt(N + R), which DeepSeek multiplies by the square
       of `yarn_magnitude(factor, mscale_all_dim)`.
     epsilon: of the norms of the latent vectors.
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module, kw_only=True):
   nope_head_dim: int
   rope_head_dim: int
   value_head_dim: int
-  rotary: Rotary = Rotary()
+  rotary: Rotary | None = Rotary()
   softmax_scale: float | None = None
   epsilon: float = 1e-6
   qk_clip: float | None = None
@@ -114,10 +114,11 @@ class LatentAttention(nn.Module, kw_only=True):
     if segment_pos is None:
       raise UserError('latent attention needs segment_pos: pass it.')
     query, query_rope = jnp.split(self._query(x), [self.nope_head_dim], axis=-1)
-    query_rope = self.rotary(query_rope, segment_pos)
     latent, key_rope = jnp.split(self._down('kv_down', self.kv_rank + self.rope_head_dim, x), [self.kv_rank], axis=-1)
     latent = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='kv_norm')(latent)
-    key_rope = self.rotary(key_rope[:, :, None, :], segment_pos)
+    key_rope = key_rope[:, :, None, :]
+    if self.rotary is not None:
+      query_rope, key_rope = self.rotary(query_rope, segment_pos), self.rotary(key_rope, segment_pos)
     init, split_dims = FanInNormal(scale=self.init_scale), self.up_split_dims
     shape = (self.kv_rank, self.num_heads, self.nope_head_dim + self.value_head_dim)
     kernel = declare_weight(self, 'kv_up', shape=shape, init=init, split_dims=split_dims, num_input_dims=1)

@@ -23,6 +23,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, current_layer_scope, declare_weight
+from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.recurrent.delta_rule import delta_rule
@@ -43,9 +44,14 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
       b = sigmoid(x . strength)                      log a = -exp(log_rate) * softplus(x . step + step_bias)
       y = (out_norm(delta_rule(q / sqrt(K), k, v, a, b)) * silu(x . gate)) . out
 
+  Kimi Delta Attention (2025, arXiv 2510.26692) is GatedDeltaNet(feature_decays=True, gate_rank=K,
+  gate_activation='sigmoid').
+
   Weights: `query` and `key` [D, G, K], `value` and `gate` [D, H, V], `strength` and `step` [D, H], `out` [H, V, D]
   (each under `.../kernel`), `query_taps` and `key_taps` [W, G, K], `value_taps` [W, H, V], `log_rate` and `step_bias`
-  [H], `out_norm/scale` [V]. Head h reads query and key head h // (H / G).
+  [H], `out_norm/scale` [V]. With `feature_decays`, `step` is [D, H, K] and `step_bias` [H, K]. With `gate_rank`, there
+  are `gate_down` and `step_down` [D, R], and `gate` and `step` have R in place of D. Head h reads query and key head
+  h // (H / G).
 
   The state, and what the recurrence computes, are float32. A document of a packed row starts from no state, and its
   convolution does not see earlier documents. Padding, segment 0, changes no state. During generation, a slot has the
@@ -58,17 +64,21 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     conv_size: W.
     use_bias: whether the projections have a bias.
     max_strength: factor of b: above 1, a token may reverse what the state has for its key (OLMo Hybrid has 2).
+    feature_decays: whether each feature of a key has a decay a of its own; otherwise each head has one.
+    gate_rank: R, if the projections `step` and `gate` are products of two; None: they are not.
+    gate_activation: a name in feed_forward.ACTIVATIONS, of the gate.
     out_norm: template of the norm of each head's output.
     chunk_tokens: how many tokens the recurrence computes at once in training, a power of two.
     dtype: of the projections, the convolution and the output.
     init_scale, out_init_scale: FanInNormal's scale for the input projections and for the output projection.
     key_split_dims: of `query` and `key`, and without the first of their taps.
     value_split_dims: of `value` and `gate`; without the last of `strength` and `step`, without the first of the taps.
+    down_split_dims: of `step_down` and `gate_down`.
     out_split_dims: of `out`.
     key_activation_split_dims: of queries and keys [B, T, G, K].
     value_activation_split_dims: of values [B, T, H, V]. The recurrence gathers the tokens of a row that devices split.
     activation_split_dims: of the output.
-    adapters: adapters of `query`, `key`, `value`, `gate`, `strength`, `step` and `out`.
+    adapters: adapters of `query`, `key`, `value`, `gate`, `strength`, `step`, `out`, `step_down` and `gate_down`.
   """
 
   num_heads: int
@@ -78,6 +88,9 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   conv_size: int = 4
   use_bias: bool = False
   max_strength: float = 1.0
+  feature_decays: bool = False
+  gate_rank: int | None = None
+  gate_activation: str = 'silu'
   out_norm: RmsNorm = RmsNorm()
   chunk_tokens: int = 64
   dtype: Any = 'float32'
@@ -85,6 +98,7 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   out_init_scale: float = 1.0
   key_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
   value_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
+  down_split_dims: SplitDims = ('embed', None)
   out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
   key_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
   value_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
@@ -94,8 +108,8 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
     """Returns the projections that can have adapters; see layers/adapter.py."""
-    del layer
-    return kernels('query', 'key', 'value', 'gate', 'strength', 'step', 'out')
+    down = () if layer.gate_rank is None else ('step_down', 'gate_down')
+    return kernels('query', 'key', 'value', 'gate', 'strength', 'step', 'out', *down)
 
   def __post_init__(self):
     if self.num_heads < 1 or self._num_key_heads < 1 or self.num_heads % self._num_key_heads:
@@ -138,8 +152,8 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
       tokens[name] = constrain(projected, whole_rows(layout))
       taps[name] = self._taps(f'{name}_taps', heads, split_dims)
     # Padding has strength 0 and log decay 0, which leave the state as it is.
-    is_token = (segment_ids != 0)[:, :, None]
-    tokens |= {name: jnp.where(is_token, gate, 0.0) for name, gate in zip(_GATES, self._gates(x), strict=True)}
+    for name, gate in zip(_GATES, self._gates(x), strict=True):
+      tokens[name] = jnp.where((segment_ids != 0).reshape(*x.shape[:2], *[1] * (gate.ndim - 2)), gate, 0.0)
     advance = functools.partial(self._advance, taps)
     if scope.cache is None:
       y, _ = advance(tokens, {})
@@ -149,8 +163,8 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
       y = scope.cache.advance_state(self, advance, tokens, segment_pos, self._state_split_dims())
 
     y = constrain(checkpoint_name(y, ATTENTION_NAME), self.value_activation_split_dims)
-    gate = project(self, 'gate', x, *self._value_heads(), scale=self.init_scale)
-    y = self.out_norm(y) * jax.nn.silu(gate.astype(jnp.float32))
+    gate = project(self, 'gate', self._down('gate_down', x), *self._value_heads(), scale=self.init_scale)
+    y = self.out_norm(y) * ACTIVATIONS[self.gate_activation](gate.astype(jnp.float32))
     layouts, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', y.astype(self.dtype), x.shape[-1], *layouts, scale=scale, num_input_dims=2)
 
@@ -206,14 +220,33 @@ class GatedDeltaNet(WithSublayers, kw_only=True):
     taps = declare_weight(self, name, shape=shape, init=init, split_dims=split_dims, num_input_dims=0)  # not a matrix
     return taps.astype(self.dtype)
 
+  def _down(self, name: str, x: jax.Array) -> jax.Array:
+    """Returns what `step` or `gate` projects: x, or its product with `name`."""
+    if self.gate_rank is None:
+      return x
+    layout = self.activation_split_dims and (*self.activation_split_dims[:2], None)
+    return project(self, name, x, self.gate_rank, self.down_split_dims, layout, scale=self.init_scale)
+
   def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the logarithm of the decay, and the strength, float32 [B, T, H]."""
-    kernel, layout = (dims and tuple(dims)[:-1] for dims in (self.value_split_dims, self.value_activation_split_dims))
-    projected = (project(self, name, x, self.num_heads, kernel, layout, scale=self.init_scale) for name in _GATES)
-    step, strength = (constrain(gate.astype(jnp.float32), whole_rows(layout)) for gate in projected)
-    vector: Any = {'shape': (self.num_heads,), 'split_dims': kernel and kernel[1:], 'tags': ('no_decay',)}
-    log_rate = declare_weight(self, 'log_rate', init=_log_rates, **vector)[None, None, :]
-    step_bias = declare_weight(self, 'step_bias', init=_step_biases, **vector)[None, None, :]
+    """Returns the logarithm of the decay, float32 [B, T, H] or [B, T, H, K], and the strength, float32 [B, T, H]."""
+    whole = self.value_split_dims, self.value_activation_split_dims
+    per_head = [dims and tuple(dims)[:-1] for dims in whole]
+
+    def projected(name: str, x: jax.Array, heads: tuple[int, ...], kernel: SplitDims, layout: SplitDims) -> jax.Array:
+      gate = project(self, name, x, heads, kernel, layout, scale=self.init_scale)
+      return constrain(gate.astype(jnp.float32), whole_rows(layout))
+
+    heads = (self.num_heads, self.key_head_dim) if self.feature_decays else (self.num_heads,)
+    layouts = whole if self.feature_decays else per_head
+    step = projected('step', self._down('step_down', x), heads, *layouts)
+    strength = projected('strength', x, (self.num_heads,), *per_head)
+
+    def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
+      split_dims = self.value_split_dims and tuple(self.value_split_dims)[1 : 1 + len(shape)]
+      value = declare_weight(self, name, shape=shape, init=init, split_dims=split_dims, tags=('no_decay',))
+      return value.reshape(1, 1, *shape, *[1] * (len(heads) - len(shape)))
+
+    log_rate, step_bias = vector('log_rate', heads[:1], _log_rates), vector('step_bias', heads, _step_biases)
     return -jnp.exp(log_rate) * jax.nn.softplus(step + step_bias), self.max_strength * jax.nn.sigmoid(strength)
 
   def _state_split_dims(self) -> Mapping[str, SplitDims]:

@@ -3,7 +3,8 @@
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T        o_t = S_t^T q_t
 
 S maps keys to values. A token forgets a part 1 - a of it, then replaces a part b of the value that S has for its key by
-its own (Gated DeltaNet: Yang et al., 2024, arXiv 2412.06464).
+its own (Gated DeltaNet: Yang et al., 2024, arXiv 2412.06464). The decay a is a number per head, or one per feature of a
+key, whose row of S it multiplies (Kimi Delta Attention: Kimi Team, 2025, arXiv 2510.26692).
 
 `delta_rule_by_chunk` computes C tokens at once by products of matrices. With the decays folded into the products, the
 corrections r_i = b_i (v_i - ...) of a chunk's tokens solve a triangular system
@@ -42,7 +43,7 @@ def delta_rule(
   Args:
     query, key: float32 [B, T, H, K], normalized.
     value: float32 [B, T, H, V].
-    log_decay: float32 [B, T, H], log a, at most 0.
+    log_decay: float32 [B, T, H], or [B, T, H, K] for a decay per feature: log a, at most 0.
     strength: float32 [B, T, H], b.
     documents: int32 [B, T], see `document_numbers`; document 0 continues `state`.
     state: float32 [B, H, K, V].
@@ -69,11 +70,11 @@ def delta_rule_by_token(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `delta_rule` one token after another."""
   continues = documents == jnp.pad(documents, ((0, 0), (1, 0)))[:, :-1]
-  decay = jnp.where(continues[:, :, None], jnp.exp(log_decay), 0.0)
+  decay = jnp.where(continues[:, :, None, None], jnp.exp(_by_feature(log_decay)), 0.0)
 
   def step(state, token):
     query, key, value, decay, strength = token
-    state = state * decay[..., None, None]
+    state = state * decay[..., None]
     missing = value - jnp.einsum('BHKV,BHK->BHV', state, key)
     state = state + jnp.einsum('BHK,BHV->BHKV', key, strength[..., None] * missing)
     return state, jnp.einsum('BHKV,BHK->BHV', state, query)
@@ -98,39 +99,83 @@ def delta_rule_by_chunk(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `delta_rule` in chunks of `chunk` tokens, a power of two; the last one is filled up with padding."""
   num_rows, length, num_heads, _ = value.shape
-  tokens = query, key, value, log_decay[..., None], strength[..., None]
+  tokens = query, key, value, _by_feature(log_decay), strength[..., None]
   query, key, value, log_decay, strength = (_chunks(x, chunk) for x in tokens)  # [N, B, H, C, ...]
   documents = _chunks(documents[:, :, None, None], chunk, mode='edge')[..., 0]  # [N, B, 1, C]
-  log_decay, last = log_decay[..., 0], documents[..., -1:]  # [N, B, H, C], [N, B, 1, 1]
+  last = documents[..., -1:]  # [N, B, 1, 1]
   before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])  # the document that a chunk continues
 
-  # A difference of two cumulative sums would lose slow decays after fast ones, so each pair has a sum of its own.
-  order = jnp.arange(chunk)
-  is_later = (order[:, None] > order[None, :])[None, None, None]
-  pair_logs = jnp.cumsum(jnp.where(is_later, log_decay[..., :, None], 0.0), axis=-2)  # [N, B, H, C, C], from j to i
-  sees = (documents[..., :, None] == documents[..., None, :]) & (order[:, None] >= order[None, :])[None, None, None]
-  pair_decay = jnp.exp(jnp.where(sees, pair_logs, -jnp.inf))
-  state_logs = jnp.where(documents == before, jnp.cumsum(log_decay, axis=-1), -jnp.inf)
-  state_decay = jnp.exp(state_logs)[..., None]  # [N, B, H, C, 1], from the state before the chunk
+  def masked(is_same: jax.Array, logs: jax.Array) -> jax.Array:
+    return jnp.exp(jnp.where(is_same[..., None], logs, -jnp.inf))
 
-  products = jnp.einsum('...IK,...JK->...IJ', key, key)
-  lower = jnp.where(is_later, strength * pair_decay * products, 0.0)
-  inverse = invert_unit_lower(lower)
+  state_decay = masked(documents == before, jnp.cumsum(log_decay, axis=-2))  # from the state before the chunk
+  added_keys = key * masked(documents == last, _sum_of_later(log_decay))  # with the decay to the end of the chunk
+  is_same = documents[..., :, None] == documents[..., None, :]
+  lower, weights = (jnp.where(is_same, x, 0.0) for x in decayed_products((strength * key, query), key, log_decay))
+  inverse = invert_unit_lower(jnp.tril(lower, -1))
   new_values = inverse @ (strength * value)
   read_keys = inverse @ (strength * state_decay * key)
-  added_keys = key * pair_decay[..., -1, :, None]  # with the decay to the end of the chunk
 
   def advance(state, arrays):
     new_values, read_keys, added_keys, decay = arrays
     corrections = new_values - read_keys @ state
     return state * decay + jnp.einsum('...CK,...CV->...KV', added_keys, corrections), (state, corrections)
 
-  chunks = new_values, read_keys, added_keys, state_decay[..., -1:, :]
+  chunks = new_values, read_keys, added_keys, jnp.swapaxes(state_decay[..., -1:, :], -1, -2)
   state, (states, corrections) = jax.lax.scan(advance, state, chunks)
-  weights = pair_decay * jnp.einsum('...IK,...JK->...IJ', query, key)
   outputs = (query * state_decay) @ states + weights @ corrections  # [N, B, H, C, V]
   outputs = jnp.transpose(outputs, (1, 0, 3, 2, 4)).reshape(num_rows, -1, num_heads, value.shape[-1])
   return outputs[:, :length], state
+
+
+def decayed_products(arrays: tuple[jax.Array, ...], key: jax.Array, log_decay: jax.Array) -> tuple[jax.Array, ...]:
+  """Returns x_i . (decay from j to i) k_j [..., C, C] for i >= j, and 0 for others, for each of the arrays x.
+
+  A difference of two cumulative sums would lose slow decays after fast ones, so the sums from j to i have terms of one
+  sign. With a decay per head, each pair has a sum of its own. With a decay per feature, which would take C C K numbers,
+  the sum is split at the middle of the smallest block of 2, 4, 8, ... tokens that has both: before it a factor of k_j,
+  from it on a factor of x_i, neither of which exceeds 1.
+
+  Args:
+    arrays: [..., C, K] each; C is a power of two.
+    key: [..., C, K].
+    log_decay: [..., C, 1] or [..., C, K].
+  """
+  size, order = key.shape[-2], jnp.arange(key.shape[-2])
+  if log_decay.shape[-1] == 1:
+    is_later = order[:, None] > order[None, :]
+    logs = jnp.cumsum(jnp.where(is_later, log_decay, 0.0), axis=-2)  # [..., C, C], from j to i
+    decay = jnp.exp(jnp.where(order[:, None] >= order[None, :], logs, -jnp.inf))
+    return tuple(decay * jnp.einsum('...IK,...JK->...IJ', x, key) for x in arrays)
+  products = [jnp.sum(x * key, axis=-1)[..., None, None] for x in arrays]  # [..., number of blocks, rows, columns]
+  rows = 1
+  while rows < size:
+    halves = lambda x, rows=rows: jnp.moveaxis(x.reshape(*x.shape[:-2], -1, 2, rows, x.shape[-1]), -3, 0)
+    (earlier_logs, later_logs), (earlier_keys, _) = halves(log_decay), halves(key)
+    decayed_keys = earlier_keys * jnp.exp(_sum_of_later(earlier_logs))
+    later_decay = jnp.exp(jnp.cumsum(later_logs, axis=-2))
+    for n, x in enumerate(arrays):
+      corner = jnp.einsum('...IK,...JK->...IJ', halves(x)[1] * later_decay, decayed_keys)
+      products[n] = _join(products[n][..., 0::2, :, :], corner, products[n][..., 1::2, :, :])
+    rows *= 2
+  return tuple(x[..., 0, :, :] for x in products)
+
+
+def _by_feature(log_decay: jax.Array) -> jax.Array:
+  """Returns [B, T, H, 1] for a decay per head."""
+  return log_decay if log_decay.ndim == 4 else log_decay[..., None]
+
+
+def _sum_of_later(x: jax.Array) -> jax.Array:
+  """Returns the sum of the entries after each of the second last dim."""
+  sums = jax.lax.cumsum(x, axis=x.ndim - 2, reverse=True)
+  return jnp.concatenate([sums[..., 1:, :], jnp.zeros_like(sums[..., :1, :])], axis=-2)
+
+
+def _join(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
+  """Returns the lower block-triangular matrices [[first, 0], [corner, second]]."""
+  top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+  return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
 
 def _chunks(x: jax.Array, chunk: int, mode: str = 'constant') -> jax.Array:
@@ -158,8 +203,7 @@ def invert_unit_lower(lower: jax.Array) -> jax.Array:
     highest = jax.lax.Precision.HIGHEST
     corner = jnp.matmul(second, jnp.moveaxis(below, -1, -3), precision=highest)
     corner = -jnp.matmul(corner, first, precision=highest)
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    inverse = _join(first, corner, second)
     rows *= 2
   return inverse[..., 0, :, :]
 

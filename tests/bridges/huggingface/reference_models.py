@@ -64,7 +64,7 @@ def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any]
     for key, value in [*model.named_parameters(), *buffers]:
       value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key or 'scal' in key))
       if key.endswith('A_log'):  # slow and fast decays of recurrent layers
-        value += torch.linspace(-8.0, 2.0, len(value))
+        value += torch.linspace(-8.0, 2.0, value.numel()).reshape(value.shape)
   return model
 
 

@@ -183,6 +183,7 @@ def test_the_text_model_of_a_multimodal_model(prefix, tmp_path, rng):
   [
     *(('mistral3', 'ministral3'), ('llama4', 'llama4_text'), ('llava', 'llama')),
     *(('qwen3_5', 'qwen3_5_text'), ('qwen3_5_moe', 'qwen3_5_moe_text')),
+    *(('gemma4', 'gemma4_shared'), ('gemma4_unified', 'gemma4_unified_text')),
   ],
 )
 def test_the_text_config_of_other_wrappers(wrapper, text, tmp_path):
@@ -191,6 +192,24 @@ def test_the_text_config_of_other_wrappers(wrapper, text, tmp_path):
   folder = open_folder(tmp_path)
   assert folder.is_text_part
   assert folder.decoder == decoder_of(CONFIGS[text])
+
+
+def test_kimi_linear_is_read_from_its_own_config(tmp_path):
+  config = {
+    key: value for key, value in CONFIGS['kimi_linear'].items() if not key.startswith(('linear', 'layer_types'))
+  }
+  theirs = {'num_experts_per_token': config.pop('num_experts_per_tok'), 'num_expert_group': config.pop('n_group')}
+  layers = {'full_attn_layers': [2, 4], 'kda_layers': [1, 3, 5]}
+  theirs |= {'linear_attn_config': layers | {'num_heads': 5, 'head_dim': 6, 'short_conv_kernel_size': 4}}
+  theirs |= {'moe_renormalize': True, 'moe_router_activation_func': 'sigmoid', 'use_grouped_topk': True}
+  theirs |= {'mla_use_nope': True, 'moe_layer_freq': 1, 'num_nextn_predict_layers': 0, 'model_max_length': 1_048_576}
+  theirs |= {'head_dim': 72, 'rope_theta': 1e4, 'rope_scaling': None, 'auto_map': {'AutoModel': 'own.KimiModel'}}
+  (tmp_path / 'config.json').write_text(json.dumps(config | theirs | {'architectures': ['KimiLinearForCausalLM']}))
+  assert open_folder(tmp_path).decoder == decoder_of(CONFIGS['kimi_linear'])
+  theirs['linear_attn_config'] = layers | {'kda_layers': [1, 3]}
+  (tmp_path / 'config.json').write_text(json.dumps(config | theirs | {'architectures': ['KimiLinearForCausalLM']}))
+  with pytest.raises(UserError, match=r'linear_attn_config = .* must list each layer, from 1 on, once'):
+    open_folder(tmp_path)
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
@@ -258,8 +277,8 @@ CHANGES = {
   'keys of no layer': (CONFIGS['gemma4_text'] | {'num_kv_shared_layers': 3, 'mlp_bias': None}, 'a layer of each type'),
   'an unknown family': ({'model_type': 'qwen9', 'architectures': ['Qwen9ForCausalLM']}, 'The nearest by name is qwen'),
   'a family with another layer': (
-    {'model_type': 'kimi_linear', 'architectures': ['KimiLinearForCausalLM']},
-    'Kimi Delta Attention. The nearest family that is read is deepseek_v3 (DeepseekV3ForCausalLM).',
+    {'model_type': 'minimax', 'architectures': ['MiniMaxForCausalLM']},
+    'Lightning Attention. The nearest family that is read is minimax_m2 (MiniMaxM2ForCausalLM).',
   ),
   'a hybrid': (
     {'model_type': 'granitemoehybrid', 'architectures': None, 'layer_types': ['linear_attention', 'attention'] * 2},

@@ -66,6 +66,11 @@ FUSED = {
   'experts': ('qwen3_moe', {'target_modules': ATTENTION, 'target_parameters': EXPERTS}),
   'rslora of experts alone': ('mixtral', {'target_modules': [], 'target_parameters': EXPERTS[:1], 'use_rslora': True}),
   'recurrent layers': ('qwen3_5_text', {'target_modules': ALL}),
+  'experts beside a network': (
+    'gemma4_moe',
+    {'target_modules': ['q_proj', 'up_proj'], 'target_parameters': ['experts.gate_up_proj', 'experts.down_proj']},
+  ),
+  'decays of features': ('kimi_linear', {'target_modules': ALL}),
   'recurrent layers by head': ('qwen3_next', {'target_modules': ['q_proj', 'in_proj_qkvz', 'in_proj_ba', 'out_proj']}),
   'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }

@@ -87,6 +87,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | _DELTA_NET
   | {'num_hidden_layers': 4, 'num_key_value_heads': 1, 'linear_num_value_heads': 4, 'linear_value_head_dim': 3}
   | {'pad_token_id': 0, 'rope_parameters': {'rope_type': 'default', 'rope_theta': None}},
+  'kimi_linear': _PLAIN
+  | {key: value for key, value in _LATENT.items() if key != 'n_routed_experts'}
+  | {'num_hidden_layers': 5, 'linear_num_heads': 5, 'linear_head_dim': 6, 'num_experts_per_tok': 3, 'pad_token_id': 0}
+  | {'num_experts': 12, 'n_group': 4, 'topk_group': 2, 'num_shared_experts': 2, 'first_k_dense_replace': 2}
+  | {'layer_types': ['linear_attention', 'full_attention'] * 2 + ['linear_attention']},
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
   'gemma': _SIZES | {'num_key_value_heads': 1},
   'gemma4_text': _SIZES
@@ -190,8 +195,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
   'nemotron': _SIZES | {'num_key_value_heads': 1, 'mlp_bias': True, 'attention_bias': True},
   'arcee': _SIZES | {'num_key_value_heads': 1, 'mlp_bias': True},
 }
-# Texts exceed the original length, so that the long factors are used.
-CONFIGS['gemma4_moe'] = CONFIGS['gemma4_text'] | {
+CONFIGS['gemma4_moe'] = CONFIGS['gemma4_text'] | {  # as 26B-A4B
   'model_type': 'gemma4_text',
   **{'enable_moe_block': True, 'num_experts': 12, 'top_k_experts': 3, 'moe_intermediate_size': 20},
 }
@@ -201,6 +205,10 @@ CONFIGS['gemma4_shared'] = CONFIGS['gemma4_text'] | {  # as E2B and E4B
   **{'num_kv_shared_layers': 4, 'use_double_wide_mlp': True, 'attention_k_eq_v': False, 'num_key_value_heads': 1},
   **{'hidden_size_per_layer_input': 7, 'vocab_size_per_layer_input': 263},
 }
+CONFIGS['gemma4_unified_text'] = {  # as 12B
+  key: value for key, value in CONFIGS['gemma4_text'].items() if not key.endswith('per_layer_input')
+}
+# Texts exceed the original length, so that the long factors are used.
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
   _config.setdefault('model_type', _name)

@@ -10,10 +10,10 @@ def sigmoid(x):
 
 
 def delta_rule(query, key, value, log_decay, strength, state):
-  """[T, K], [T, K], [T, V], [T], [T] and [K, V] of one head -> [T, V] and the last state."""
+  """[T, K], [T, K], [T, V], [T] or [T, K], [T] and [K, V] of one head -> [T, V] and the last state."""
   outputs = []
   for q, k, v, g, b in zip(query, key, value, log_decay, strength):
-    state = np.exp(g) * state
+    state = np.exp(g)[..., None] * state
     state = state + np.outer(k, b * (v - state.T @ k))
     outputs.append(state.T @ q)
   return np.array(outputs), state
@@ -27,22 +27,26 @@ def convolve(x, taps):
   ])  # fmt: skip
 
 
-def delta_net(x, segment_ids, weights, *, max_strength=1.0, epsilon=1e-6):
+def delta_net(x, segment_ids, weights, *, max_strength=1.0, epsilon=1e-6, gate_activation=silu):
   """[B, T, D] -> [B, T, D]; padding gets zeros."""
   weights, y = to_float64(weights), np.zeros_like(x)
   for row, ids, y_row in zip(x, segment_ids, y):
     for document in set(ids) - {0}:
-      y_row[ids == document] = _of_document(row[ids == document], weights, max_strength, epsilon)
+      y_row[ids == document] = _of_document(row[ids == document], weights, max_strength, epsilon, gate_activation)
   return y
 
 
-def _of_document(x, weights, max_strength, epsilon):
-  project = lambda name: np.tensordot(x, weights[name]['kernel'], 1) + weights[name].get('bias', 0.0)
+def _of_document(x, weights, max_strength, epsilon, gate_activation):
+  def project(name):
+    inputs = project(f'{name}_down') if f'{name}_down' in weights else x
+    return np.tensordot(inputs, weights[name]['kernel'], 1) + weights[name].get('bias', 0.0)
+
   query, key, value = (silu(convolve(project(name), weights[f'{name}_taps'])) for name in ('query', 'key', 'value'))
   query, key = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (query, key))
   num_heads, repeats = value.shape[1], value.shape[1] // key.shape[1]
-  log_decay = -np.exp(weights['log_rate']) * np.log1p(np.exp(project('step') + weights['step_bias']))
-  strength, gate = max_strength * sigmoid(project('strength')), silu(project('gate'))
+  log_decay = np.moveaxis(np.log1p(np.exp(project('step') + weights['step_bias'])), 1, -1)  # heads last
+  log_decay = np.moveaxis(-np.exp(weights['log_rate']) * log_decay, -1, 1)
+  strength, gate = max_strength * sigmoid(project('strength')), gate_activation(project('gate'))
   y = 0.0
   for h in range(num_heads):
     k = key[:, h // repeats]

@@ -17,6 +17,7 @@ from tests.layers.recurrent import delta_net_reference as reference
 from tests.layers.tiny_model import assert_close, random_weights
 
 D, G, H, K, V = 18, 2, 6, 5, 7
+KIMI = {'feature_decays': True, 'gate_rank': 4, 'gate_activation': 'sigmoid'}
 
 
 def make_layer(**fields):
@@ -46,8 +47,9 @@ SEGMENT_IDS = np.array([[1] * 6 + [2] * 3 + [3] * 9 + [0] * 3, [4] * 1 + [9] * 1
       {'max_strength': 2.0, 'out_norm': RmsNorm(epsilon=0.1), 'chunk_tokens': 64},
       {'max_strength': 2.0, 'epsilon': 0.1},
     ),
+    (KIMI, {'gate_activation': reference.sigmoid}),
   ],
-  ids=['grouped', 'biases', 'reversing'],
+  ids=['grouped', 'biases', 'reversing', 'decays of features'],
 )
 def test_is_the_recurrence_of_each_document(rng, rate, fields, settings):
   layer, x = make_layer(**fields), rng.normal(size=(*SEGMENT_IDS.shape, D)).astype(np.float32)
@@ -66,12 +68,14 @@ def draw_rule(rng, length, log_decay, num_rows=2):
   key /= np.linalg.norm(key, axis=-1, keepdims=True)
   strength = rng.uniform(0, 2, shape).astype(np.float32)
   state = rng.normal(size=(num_rows, 3, K, V)).astype(np.float32)
-  return query, key, value, np.broadcast_to(log_decay, shape).astype(np.float32), strength, state
+  log_decay = np.broadcast_to(log_decay, (*shape, *np.shape(log_decay)[3:])).astype(np.float32)
+  return query, key, value, log_decay, strength, state
 
 
+@pytest.mark.parametrize('features', [(), (K,)], ids=['decays of heads', 'decays of features'])
 @pytest.mark.parametrize('length', [1, 2, 7, 16, 50])
-def test_chunks_are_the_formula(rng, length):
-  *tokens, state = draw_rule(rng, length, -rng.uniform(0, 0.3, (1, length, 1)))
+def test_chunks_are_the_formula(rng, length, features):
+  *tokens, state = draw_rule(rng, length, -rng.uniform(0, 0.3, (1, length, 1, *features)))
   none = np.zeros((2, length), np.int32)
   outputs, last = jax.jit(delta_rule_by_chunk, static_argnums=7)(*tokens, none, state, 16)
   for b, h in np.ndindex(2, 3):
@@ -81,7 +85,10 @@ def test_chunks_are_the_formula(rng, length):
     np.testing.assert_allclose(last[b, h], expected_last, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('log_decay', [0.0, -1e-4, -0.2, -20.0])
+OF_FEATURES = -np.geomspace(1e-4, 40.0, K)[None, None, None]  # slow and fast ones
+
+
+@pytest.mark.parametrize('log_decay', [0.0, -1e-4, -0.2, -20.0, pytest.param(OF_FEATURES, id='of features')])
 def test_gradients_are_those_of_the_formula(rng, log_decay):
   length = 37
   *tokens, state = draw_rule(rng, length, log_decay)
@@ -98,8 +105,9 @@ def test_gradients_are_those_of_the_formula(rng, log_decay):
   assert_close(by_chunk, by_token, rtol=1e-4)
 
 
-def test_slow_decays_after_fast_ones_keep_their_precision(rng):
-  length, log_decay = 32, np.full((1, 32, 1), -1e-4)
+@pytest.mark.parametrize('features', [(), (K,)], ids=['decays of heads', 'decays of features'])
+def test_slow_decays_after_fast_ones_keep_their_precision(rng, features):
+  length, log_decay = 32, np.full((1, 32, 1, *features), -1e-4)
   log_decay[:, 4] = -3e4
   *tokens, state = draw_rule(rng, length, log_decay)
   none = np.zeros((2, length), np.int32)
@@ -115,10 +123,10 @@ def test_inverse_is_exact_for_keys_that_are_alike():
   np.testing.assert_array_equal(jax.jit(invert_unit_lower)(lower), inverse)
 
 
-@pytest.mark.parametrize('rate', [1e-4, 0.7])
-def test_documents_of_a_row_are_documents_alone(rng, rate):
+@pytest.mark.parametrize('rate, fields', [(1e-4, {}), (0.7, {}), (0.7, KIMI)], ids=['slow', 'fast', 'of features'])
+def test_documents_of_a_row_are_documents_alone(rng, rate, fields):
   """Outputs and gradients, also those of the weights; and other documents change no bit."""
-  layer, x = make_layer(), rng.normal(size=(1, LENGTH, D)).astype(np.float32)
+  layer, x = make_layer(**fields), rng.normal(size=(1, LENGTH, D)).astype(np.float32)
   ids = SEGMENT_IDS[:1]
   weights = with_rate(random_weights(layer, x, ids), rate)
 
