@@ -12,6 +12,7 @@ Shapes: N slots, S positions of a text, C snapshots, b tokens of a block, M bloc
 from collections.abc import Sequence
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -80,20 +81,21 @@ class DecodeLayout:
     block = _BLOCK_TOKENS.get(model.platform, _SHORT_BLOCK_TOKENS)
     self.block_tokens = math.gcd(self.prefill_chunk, block) if has_later_chunks else min(model.max_len, block)
     self.table_len = -(-model.max_len // self.block_tokens)
-    is_stateful = any(is_state(path) for path, _ in leaves)
+    is_stateful = model.has_states or (draft_model is not None and draft_model.has_states)
     if target is not None:
       self.num_snapshots = target.num_snapshots
     else:
       wanted = num_slots if settings.num_snapshots is None else settings.num_snapshots
       is_useful = is_stateful and has_later_chunks and settings.num_beams == 1
       self.num_snapshots = self.num_parts * -(-wanted // self.num_parts) if is_useful else 0
-    is_shareable = all(has_blocks(path) or (is_state(path) and self.num_snapshots > 0) for path, _ in leaves)
-    self.can_reuse = is_shareable and model.encoder_len is None and not model.has_prefix
+    is_shareable = all(has_blocks(path) or is_state(path) for path, _ in leaves)
+    is_shareable &= model.encoder_len is None and not model.has_prefix
+    self.can_reuse = is_shareable and (self.num_snapshots > 0 or not is_stateful)
     self.reads_cache = has_later_chunks and self.num_parts == 1 and model.encoder_len is None
     if target is None:
       self.blocks_per_part = self._count_blocks(draft_model)
     else:
-      self._check_draft(target)
+      self._check_draft(target, is_shareable)
       self.blocks_per_part = target.blocks_per_part
     self.num_blocks = self.num_parts * self.blocks_per_part
     by_slot = [leaf for path, leaf in leaves if not has_blocks(path) and not is_state(path)]
@@ -149,12 +151,10 @@ class DecodeLayout:
     chunk = settings.prefill_chunk or _CHUNK.get(model.platform, _LONG_CHUNK)
     return model.max_len if model.has_prefix else min(max(chunk, settings.min_bucket), model.max_len)
 
-  def _check_draft(self, target: 'DecodeLayout') -> None:
+  def _check_draft(self, target: 'DecodeLayout', is_shareable: bool) -> None:
     """Raises a UserError if this model cannot draft for the model that has the layout `target`."""
-    if not self.can_reuse:
-      raise UserError(
-        'a draft model has no attention windows, recurrent layers, prefixes or encoder: leave draft_model out.'
-      )
+    if not is_shareable:
+      raise UserError('a draft model has no attention windows, prefixes or encoder: leave draft_model out.')
     if self.num_parts != target.num_parts:
       raise UserError(
         f'draft_model: the mesh splits its cache into {self.num_parts} parts, and the cache of the model that checks '
@@ -170,7 +170,7 @@ class DecodeLayout:
     else:
       block_bytes, slot_bytes = self._cache_bytes(model)
       if draft_model is not None:
-        block_bytes += sum(self._cache_bytes(draft_model))
+        block_bytes, slot_bytes = map(operator.add, (block_bytes, slot_bytes), self._cache_bytes(draft_model))
       free = free_bytes(model.mesh, model.storage.padded, settings.memory_fraction) - slot_bytes
       fitting = int(min(free / max(block_bytes, 1), self.slots_per_part * self.table_len))  # a plan's is infinite
       limit = f'memory_fraction={settings.memory_fraction}'
@@ -183,7 +183,10 @@ class DecodeLayout:
     return fitting
 
   def _cache_bytes(self, model: DecodeModel) -> tuple[int, int]:
-    """Returns the bytes on each device of one block of each part, and of what all slots have beside the blocks."""
+    """Returns the bytes on each device of one block of each part, and of what all slots have beside the blocks.
+
+    With drafts, the latter include the states after each token of a step, of which there are one more than drafts.
+    """
     blocks = self.num_parts, self.block_tokens
     cache, specs = model.abstract_cache(model.settings.num_slots, blocks, self.num_snapshots)
     block_bytes = slot_bytes = 0
@@ -191,6 +194,8 @@ class DecodeLayout:
       size = local_bytes(self._padded(leaf, self._cache_format(leaf, spec)))
       if has_blocks(path):
         block_bytes += size
+      elif is_state(path) and self._model.settings.num_drafts:
+        slot_bytes += size * (self._model.settings.num_drafts + 2)
       else:
         slot_bytes += size
     return block_bytes, slot_bytes

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd_tasks.decoding import nextn_drafts
-from spmd_tasks.decoding.cache_arrays import has_blocks, with_snapshots
+from spmd_tasks.decoding.cache_arrays import has_blocks, is_state, with_snapshots
 from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.decoding.weight_storage import (
   LAYER_KERNELS,
@@ -49,6 +49,7 @@ class DecodeModel:
     max_len: S, positions of a text.
     encoder_len: E, the encoder's positions; None if the model has no encoder.
     has_prefix: whether a prompt, and the context of a text that is scored, sees itself in both directions.
+    has_states: whether a layer has a state per text, beside keys and values.
     heads: the number of the model's own head that guesses each draft (nextn_drafts.py); () without such heads.
     vocab_size: V.
     adapter_names: the names of the low-rank adapters, which have the numbers from 1 on in requests.
@@ -110,8 +111,9 @@ class DecodeModel:
     kernels: set[tuple[str, ...]] = set()
     finds_kernels = self.platform == 'cpu' and model.mesh.size == 1
     with find_kernels(kernels) if finds_kernels else contextlib.nullcontext():
-      logits, _ = self._prefill_shapes(settings.num_slots)
+      logits, boxed = self._prefill_shapes(settings.num_slots)
     self.vocab_size = logits.shape[-1]
+    self.has_states = any(is_state(path) for path, _ in jax.tree_util.tree_flatten_with_path(unbox_weights(boxed))[0])
     # The trace sees the model's own kernels, some of which are stored quantized.
     stored = traverse_util.flatten_dict(self.storage.padded.get('params', {}))
     self._layer_kernels = {path for path in kernels if not is_quantized(stored[path])}

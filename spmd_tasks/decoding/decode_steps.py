@@ -68,7 +68,7 @@ class DecodeSteps:
     self.prefill, self.step, self.search = Prefill(self.programs), Step(self.programs), BeamSearch(self.programs)
     self.draft = Draft(is_model=bool(self.model.heads))
     if draft is not None and draft_model is not None:
-      self.draft = ModelDraft(draft, draft_model, self.layout)
+      self.draft = ModelDraft(draft, draft_model, self.layout, settings.num_drafts)
     self.settings, self.storage = self.model.settings, self.model.storage
     self.max_len, self.encoder_len = self.model.max_len, self.model.encoder_len
     self.vocab_size, self.adapter_names = self.model.vocab_size, self.model.adapter_names

@@ -79,7 +79,7 @@ def generate_tokens(
     rows = rows.replace(active=rows.active & (inputs.slots < inputs.keep.shape[0]))
   call = forward, variables, state.cache, rows, inputs
   if inputs.drafts is None:
-    rows, outputs, cache = _next_tokens(*call, masks, num_top_logprobs, heads)
+    rows, outputs, cache = next_tokens(*call, masks, num_top_logprobs, heads)
   else:
     rows, outputs, cache = _check_drafts(*call, num_top_logprobs, heads)
   if inputs.slots is not None:
@@ -88,18 +88,18 @@ def generate_tokens(
   return rows.replace(cache=cache), outputs
 
 
-def _next_tokens(
+def next_tokens(
   forward: Forward,
   variables: Any,
   cache: Any,
   rows: DecodeState,
   inputs: StepInputs,
-  masks: jax.Array | None,
-  num_top_logprobs: int,
-  heads: Sequence[int],
+  masks: jax.Array | None = None,
+  num_top_logprobs: int = 0,
+  heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs, Any]:
   """Samples a token of each of n rows; returns them without a cache, outputs [n] and the new cache."""
-  batch = _model_batch(rows.tokens, rows.positions, rows.active, rows.adapters, inputs.slots, inputs.tables, heads)
+  batch = model_batch(rows.tokens, rows.positions, rows.active, rows.adapters, inputs.slots, inputs.tables, heads)
   logits, new = forward(variables, cache, batch)
   new_rows, outputs = sample_next_tokens(logits[:, 0], rows, masks, num_top_logprobs)
   if heads:
@@ -134,7 +134,7 @@ def _check_drafts(
   slots, positions = of_text(inputs.slots), of_text(rows.positions) + drafts.columns
   tokens = jnp.where(drafts.columns == 0, of_text(rows.tokens), drafts.tokens)
   active = of_text(rows.active) & (drafts.owners < len(rows.tokens))
-  batch = _model_batch(tokens, positions, active, of_text(rows.adapters), slots, inputs.tables, heads)
+  batch = model_batch(tokens, positions, active, of_text(rows.adapters), slots, inputs.tables, heads)
   batch |= {'drafts': drafts}
   logits, new = forward(variables, cache, batch)
   new_rows, outputs = _sample_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
@@ -151,7 +151,7 @@ def _check_drafts(
   return new_rows, outputs, cache
 
 
-def _model_batch(
+def model_batch(
   tokens: jax.Array,
   positions: jax.Array,
   active: jax.Array,

@@ -107,6 +107,7 @@ MESHES = runs.MESHES | {
   'layers 2 x data 2 x mdl 2': (Pipelined, (1, 2, 2, 2)),
   'adapters on data 2 x mdl 4': (Adapted, (1, 2, 4)),
 }
+MODEL_DRAFTS = ('one device', 'data 2 x mdl 4', 'recurrent layers', 'recurrent layers on data 2 x mdl 4')
 LATENT = 'latent attention, then windows and experts'
 # The model and mesh of each world, and the most drafts that its windows allow.
 WORLDS = (
@@ -330,8 +331,8 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   rng, started = random.Random(f'{seed}/{world}'), time.process_time()
   name, most_drafts = WORLDS[world % len(WORLDS)]
   settings, run = draw_settings(rng, name, most_drafts), runs.Run(name, MESHES)
-  has_model = settings.num_drafts and name in ('one device', 'data 2 x mdl 4') and rng.random() < 0.5
-  has_all = name == 'one device' and rng.random() < 0.5  # also programs for fewer busy slots
+  has_model = settings.num_drafts and name in MODEL_DRAFTS and rng.random() < 0.5
+  has_all = name in ('one device', 'recurrent layers') and rng.random() < 0.5  # also programs for fewer busy slots
   scores, num_adapters = rng.random() < 0.25, 2 if 'adapters' in name else 0
   spec = run.model.input_layout.spec
   if 'prefix_mask' in spec:  # whose tokens see one another, and prompts are read in one piece
@@ -410,6 +411,8 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
     'late_compilations': compilations.num_programs,
     'cancelled': sum(text.finish_reason == 'cancelled' for text in texts),
     'engine_failures': num_failed,
+    'has_draft_model': bool(has_model),
+    'has_all': has_all,
     **{each: getattr(scheduler, f'num_{each}') for each in counted},
     'cpu_seconds': round(time.process_time() - started, 1),
     'faults': faults[:5],

@@ -1,15 +1,20 @@
-"""The state of a recurrent layer in a cache: drafts of a text are read one after another, and wrong ones taken back."""
+"""The state of a recurrent layer in a cache: wrong drafts are taken back, and memory is counted."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from spmd_tasks.decoding import DecodeSteps, decode_layout
 from spmd_tasks.decoding.cache_arrays import write_tokens
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.kv_cache import KvCache
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.recurrent import GatedDeltaNet
 from spmd_tasks.sharding.weights import unbox_weights
+from tests.decoding.runs import CHUNK, SETTINGS, make_run
 from tests.layers.tiny_model import random_weights
 
 D, NUM_SLOTS = 10, 4
@@ -69,3 +74,16 @@ def test_drafts_are_read_in_order_and_wrong_ones_taken_back(rng):
     np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6)
     changed = [slot for slot in range(NUM_SLOTS) if np.any(array[slot] != before[name][slot])]
     assert changed == [0, 3]
+
+
+@pytest.mark.parametrize('num_snapshots, num_drafts', [(0, 0), (7, 0), (None, 2)])
+def test_the_memory_of_states_and_snapshots_counts(num_snapshots, num_drafts, monkeypatch):
+  """A layer with 3 heads of values and one of keys, of 10 and 6 features; and 3 heads of attention, of 10."""
+  state_bytes, block_bytes = 4 * (3 * 6 * 10 + 3 * (2 * 6 + 3 * 10)), 4 * 2 * 3 * 10 * CHUNK
+  sizes = {'num_slots': 3, 'num_snapshots': num_snapshots, 'num_drafts': num_drafts, 'max_cache_tokens': None}
+  num_kept = 3 if num_snapshots is None else num_snapshots
+  num_states = 3 * (num_drafts + 2 if num_drafts else 1) + num_kept
+  monkeypatch.setattr(decode_layout, 'free_bytes', lambda *_: num_states * state_bytes + 20.5 * block_bytes)
+  layout = DecodeSteps(make_run('recurrent layers').model, dataclasses.replace(SETTINGS, max_len=64, **sizes)).layout
+  assert (layout.num_blocks, layout.num_snapshots, layout.can_reuse) == (20, num_kept, num_kept > 0)
+  assert layout.snapshot_bytes == num_kept * state_bytes
