@@ -106,8 +106,8 @@ class BlockPool:
     return chunks
 
   def _known(self, keys: Sequence[bytes], part: int) -> list[SharedChunk]:
-    chunks = (self._chunks[part].get(key) for key in keys)
-    return list(itertools.takewhile(lambda chunk: chunk is not None, chunks))
+    known = itertools.takewhile(self._chunks[part].__contains__, keys)
+    return [self._chunks[part][key] for key in known]
 
   def num_needed(self, num_tokens: int, chunks: Sequence[SharedChunk]) -> int:
     """Returns how many available blocks a text of `num_tokens` tokens takes that begins with these chunks."""

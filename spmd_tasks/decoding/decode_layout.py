@@ -82,12 +82,9 @@ class DecodeLayout:
     self.block_tokens = math.gcd(self.prefill_chunk, block) if has_later_chunks else min(model.max_len, block)
     self.table_len = -(-model.max_len // self.block_tokens)
     is_stateful = model.has_states or (draft_model is not None and draft_model.has_states)
-    if target is not None:
-      self.num_snapshots = target.num_snapshots
-    else:
-      wanted = num_slots if settings.num_snapshots is None else settings.num_snapshots
-      is_useful = is_stateful and has_later_chunks and settings.num_beams == 1
-      self.num_snapshots = self.num_parts * -(-wanted // self.num_parts) if is_useful else 0
+    wanted = num_slots if settings.num_snapshots is None else settings.num_snapshots
+    of_part = -(-wanted // self.num_parts) if is_stateful and has_later_chunks and settings.num_beams == 1 else 0
+    self.num_snapshots: int = self.num_parts * of_part if target is None else target.num_snapshots
     is_shareable = all(has_blocks(path) or is_state(path) for path, _ in leaves)
     is_shareable &= model.encoder_len is None and not model.has_prefix
     self.can_reuse = is_shareable and (self.num_snapshots > 0 or not is_stateful)
