@@ -163,15 +163,18 @@ _SPREAD += ('test_docs.py', 'test_scripts.py')
 # Files that one worker has, because they share what takes seconds: imports, a finished job, steps that are compiled.
 _TOGETHER = {
   'torch': (
+    'bridges/test_generation_config.py',
     'bridges/huggingface/test_against_transformers.py',
     'bridges/huggingface/test_encoder_decoders.py',
     'bridges/huggingface/test_nextn_folders.py',
     'bridges/huggingface/test_peft.py',
+    'bridges/huggingface/test_published_configs.py',
     'bridges/huggingface/test_quantized.py',
     'bridges/huggingface/test_score_heads.py',
     'evaluation/test_lm_eval.py',
     'inputs/test_as_transformers_does.py',
     'learning/test_muon.py',
+    'serving/test_response_templates.py',
     'serving/test_served_scorers.py',
     'tuning/test_assistant_turns.py',
     'tuning/test_policy_loss.py',

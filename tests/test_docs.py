@@ -36,10 +36,9 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs' / 'benchmarks').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
-# Their code takes longest, and what it shows other tests have too: it runs with --all.
-LONG = {'checkpoints', 'coming_from_pax', 'configuring', 'decoding', 'evaluation', 'hooks', 'inputs', 'layers'}
-LONG |= {'loading', 'mixture_of_experts', 'multi_host', 'operations', 'own_model', 'pipelining', 'planning', 'serving'}
-LONG |= {'verify'}
+# Their code takes 6 CPU seconds or more, and what it shows other tests have too: it runs with --all.
+LONG = {'checkpoints', 'configuring', 'decoding', 'evaluation', 'hooks', 'inputs', 'mixture_of_experts'}
+LONG |= {'multi_host', 'pipelining', 'serving'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json', 'nginx'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
@@ -170,6 +169,21 @@ def test_every_block_has_a_kind_that_is_tested_and_can_be_parsed(path):
       list(pytest.importorskip('yaml').safe_load_all(block.text))
     elif block.kind == 'console':
       assert list(console_parts(block.text)), f'{block}: no `$ command` in it'
+
+
+def test_names_in_python_blocks_are_defined(tmp_path):
+  """Also on pages whose code runs with --all alone; every block is a module of its own."""
+  blocks = {}
+  for path in ALL:
+    for block in blocks_of(path):
+      if block.kind in ('python', 'python file'):
+        name = f'block_{len(blocks)}.py'
+        blocks[name] = block
+        (tmp_path / name).write_text(block.text, encoding='utf-8')
+  found = run(
+    [INSTALLED / 'ruff', 'check', '--isolated', '--select=F821', '--output-format=concise', '.'], tmp_path, os.environ
+  )
+  assert found.returncode == 0, re.sub(r'block_\d+\.py', lambda name: str(blocks[name[0]]), found.stdout)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from spmd_tasks.bridges.pax import PaxExperiment  # noqa: F401  (makes Paxml importable)
 from spmd_tasks.config.resolution import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.sweeps.jobs import jobs_of
