@@ -142,6 +142,7 @@ def serve(
       layout = steps.layout
       num_slots, num_texts = steps.settings.num_slots, layout.num_blocks // layout.table_len
       size = f'{layout.num_blocks} blocks of {layout.block_tokens} tokens'
+      size += f' and {layout.num_snapshots} snapshots of states' if layout.num_snapshots else ''
       shorter = f', or up to {num_slots} shorter ones' if num_texts < num_slots else ''
       alone = '' if layout.can_reuse else ' Prompts that begin alike share none, and are read whole.'
       texts = f'{min(num_texts, num_slots)} texts of {steps.max_len} tokens at once{shorter}'

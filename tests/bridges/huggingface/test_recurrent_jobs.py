@@ -60,15 +60,16 @@ def greedy(model, prompt):
 
 
 def test_served_greedy_tokens_are_those_of_transformers(base):
-  """Prompts of parts of a chunk and of several, two of which begin alike, alone and together."""
+  """Prompts of parts of a chunk and of several, two of which begin alike, alone and together, with drafts."""
   rows = random_ids().tolist()
   prompts = [rows[0][:1], rows[1], rows[0] + rows[1], rows[0] + rows[2] + rows[3]]
   expected = [greedy(base.model, prompt) for prompt in prompts]
   assert sum(map(len, expected)) > 3 * NUM_GENERATED
-  sizes = ('max_len=128', 'num_slots=2', 'min_bucket=16', 'prefill_chunk=16', 'prefill_rows=2', 'num_snapshots=4')
+  sizes = ('max_len=128', 'num_slots=2', 'min_bucket=16', 'prefill_chunk=16', 'prefill_rows=2')
+  sizes += ('num_snapshots=4', 'num_drafts=2')
   overrides = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
   with client_of_binary('--exp', 'hf.Model', '--set', f'model={base.path}', *overrides) as client:
-    assert 'Prompts that begin alike share none' not in client.lines
+    assert ' blocks of 16 tokens and 4 snapshots of states: 2 texts of 128 tokens at once.' in client.lines
 
     reused = []
 
@@ -85,6 +86,7 @@ def test_served_greedy_tokens_are_those_of_transformers(base):
     with ThreadPoolExecutor(4) as pool:
       assert list(pool.map(tokens, prompts)) == expected
     text = httpx.get(f'{client.url}/metrics', timeout=20).text
+    assert '\nspmd_tasks_drafted_tokens_total 0.0\n' not in text
     num_reused = float(sum(reused))
     assert f'\nspmd_tasks_prompt_tokens_total {3 * sum(map(len, prompts)) - num_reused}\n' in text
     assert f'\nspmd_tasks_reused_prompt_tokens_total {num_reused}\n' in text
