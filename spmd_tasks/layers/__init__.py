@@ -15,6 +15,7 @@ from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
   from spmd_tasks.layers.adapter import AdaptedKernel, WeightAdapter
+  from spmd_tasks.layers.altup import AltUp, AltUpBlock, LearnedResidual, ResidualStreams
   from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
   from spmd_tasks.layers.embedding import TokenEmbedding
   from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm

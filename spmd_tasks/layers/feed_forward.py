@@ -7,6 +7,7 @@ Shapes: B batch, T sequence, D model, F ffn.
 
 from collections.abc import Callable
 import math
+import statistics
 from typing import Any
 
 import flax.linen as nn
@@ -145,10 +146,19 @@ class GatedFeedForward(FeedForward, kw_only=True):
   """Gated feed-forward sublayer: (act(x . gate) * (x . up)) . down (Shazeer, 2020).
 
   GEGLU with activation 'gelu', SwiGLU with 'silu'. Has FeedForward's fields and weights, and the weight `gate` [D, F].
+
+  Fields:
+    sparsity: of a token's gates, about this fraction is 0: those below the quantile of a normal distribution with their
+      mean and deviation, which is subtracted from the others (Gemma 3n); 0 for none.
   """
+
+  sparsity: float = 0.0
 
   adaptable = staticmethod(lambda layer: kernels('gate', 'up', 'down'))
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     gate = self._up('gate', x)
+    if self.sparsity:
+      mean, deviation = (f(gate, axis=-1, keepdims=True) for f in (jnp.mean, jnp.std))
+      gate = jax.nn.relu(gate - mean - deviation * statistics.NormalDist().inv_cdf(self.sparsity))
     return hidden_layer(self.activation, self._up('up', x), gate)

@@ -26,6 +26,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     final_norm: normalizes x before the logits.
     positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
     layer_embedding: a LayerEmbedding, whose vectors the blocks of `stack` add by a `layer_input`; None for none.
+    streams: a ResidualStreams, for blocks over several residual streams (AltUpBlock); None for one stream.
     position_bias: a RelativePositionBias that all layers of `stack` share; None if layers have none, or their own.
     dropout_rate: of the embeddings and of the final norm's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
@@ -47,6 +48,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   final_norm: nn.Module
   positions: nn.Module | None = None
   layer_embedding: nn.Module | None = None
+  streams: nn.Module | None = None
   position_bias: nn.Module | None = None
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
@@ -93,7 +95,8 @@ class LanguageModel(WithSublayers, kw_only=True):
           'stack: set it.'
         )
       text['layer_inputs'] = jnp.moveaxis(self.layer_embedding(batch['ids'], x), 2, 0)
-    x, aux = self._run_stack(x, text, train)
+    x, aux = self._run_stack(x if self.streams is None else self.streams.expand(x), text, train)
+    x = x if self.streams is None else self.streams.merge(x)
     return self._predict_of(x, join_aux(encoder_aux, aux), batch, text, train)
 
   @nn.nowrap

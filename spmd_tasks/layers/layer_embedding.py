@@ -17,6 +17,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.layers.base import WithSublayers
 from spmd_tasks.layers.embedding import TokenEmbedding
@@ -56,7 +57,11 @@ class LayerEmbedding(WithSublayers, kw_only=True):
 
   @nn.compact
   def __call__(self, ids: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns [B, T, L, P] for ids [B, T] and their embeddings x [B, T, D], which enter the stack."""
+    """Returns [B, T, L, P] for ids [B, T] and their embeddings x [B, T, D], which enter the stack.
+
+    An id outside [0, V) has the vectors of id 0: Gemma 3n's vocabulary has more tokens, of images and audio.
+    """
+    ids = jnp.where((ids >= 0) & (ids < self.vocab_size), ids, 0)
     split_dims = self.activation_split_dims
     tokens = TokenEmbedding(
       vocab_size=self.vocab_size,

@@ -82,8 +82,8 @@ class NextnLanguageModel(LanguageModel, kw_only=True):
   nextn_loss_weight: float = 0.3
 
   def __post_init__(self):
-    if self.layer_embedding is not None:
-      raise UserError('a model with multi-token prediction heads supports no layer_embedding: set it to None.')
+    if self.layer_embedding is not None or self.streams is not None:
+      raise UserError('multi-token prediction heads support neither layer_embedding nor streams: set them to None.')
     super().__post_init__()
 
   @nn.nowrap

@@ -114,5 +114,5 @@ def test_stages_of_a_pipeline_share_no_keys():
 
 def test_heads_of_later_tokens_have_no_layer_embedding():
   head = NextnHead(stack=TransformerStack(block=STORES[1], num_layers=1), norm=RmsNorm())
-  with pytest.raises(UserError, match='supports no layer_embedding'):
+  with pytest.raises(UserError, match='support neither layer_embedding'):
     model_of(two_stacks(), cls=NextnLanguageModel, nextn_head=head)

@@ -338,26 +338,28 @@ class LayerTypes:
     return {self.window_key: decoder.window, 'layer_types': types, **used}
 
 
-# From the config and the number of layers to one flag per layer.
-ReadFlags = Callable[[Config, int], Sequence[bool]]
+# From the config and the number of layers to one flag, or number, per layer.
+ReadFlags = Callable[[Config, int], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-  """Keys that set a field of the Decoder with one flag per layer.
+  """Keys that set a field of the Decoder with one flag per layer, or one number.
 
   Attributes:
     field: the field.
     read_flags: returns the flags.
     write_flags: returns the keys for the flags.
+    kind: the type of the flags.
   """
 
   field: str
   read_flags: ReadFlags
-  write_flags: Callable[[tuple[bool, ...]], Values]
+  write_flags: Callable[[tuple[Any, ...]], Values]
+  kind: type = bool
 
   def read(self, config: Config, known: Values) -> Values:
-    return {self.field: tuple(map(bool, self.read_flags(config, known['num_layers'])))}
+    return {self.field: tuple(map(self.kind, self.read_flags(config, known['num_layers'])))}
 
   def write(self, decoder: Decoder) -> Values:
     return self.write_flags(getattr(decoder, self.field))

@@ -12,12 +12,16 @@ Shapes: L layers, D model, F ffn, H heads, G key/value heads, K head dim, V voca
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
+  AltUp,
+  AltUpBlock,
   BlockGroup,
   EncoderDecoderLm,
   FeedForward,
@@ -26,8 +30,10 @@ from spmd_tasks.layers import (
   LayerEmbedding,
   LayerInput,
   LayerNorm,
+  LearnedResidual,
   NextnHead,
   NextnLanguageModel,
+  ResidualStreams,
   RmsNorm,
   ScoreEmbedding,
   StackSequence,
@@ -107,6 +113,7 @@ class Kind(NamedTuple):
   unrotated: bool = False
   recurrent: bool = False
   kv: Literal['own', 'stored', 'shared'] = 'own'
+  sparsity: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +165,8 @@ class Decoder:
       these with or without a window, as it has itself.
     hidden_dim: F of the layers without experts; if there are none, F of an expert.
     shared_hidden_dim: F of the layers that read the keys and values of others; 0 stands for the same.
+    sparsity: per layer, the setting of GatedFeedForward; () for none.
+    num_streams, residual_rank: N and R of AltUpBlocks; 0 for TransformerBlocks.
     layer_vocab_size, layer_dim: V and P of a LayerEmbedding; 0 for none.
     activation, gated, mlp_bias: settings of the feed-forward sublayers.
     norm, norm_eps: the kind of norm, one of NORMS, and its epsilon.
@@ -211,6 +220,9 @@ class Decoder:
   num_kv_shared: int = 0
   hidden_dim: int
   shared_hidden_dim: int = 0
+  sparsity: tuple[float, ...] = ()
+  num_streams: int = 0
+  residual_rank: int = 0
   layer_vocab_size: int = 0
   layer_dim: int = 0
   activation: str = 'silu'
@@ -271,6 +283,7 @@ class Decoder:
       if len(flags) != num_layers:
         raise UserError(f'the kinds of {len(flags)} layers are set, but there are {num_layers} layers.')
       object.__setattr__(self, name, flags)
+    object.__setattr__(self, 'sparsity', self.sparsity or (0.0,) * self.num_layers)
     settings = {'window': self.windowed, 'mixture': self.encoder_mixed + self.mixed, 'delta_net': self.recurrent}
     for attribute, flags in settings.items():
       if not any(flags):
@@ -308,6 +321,7 @@ class Decoder:
       object.__setattr__(self, 'local_rotary', None)
 
 
+_MANY_BLOCKS, _MANY_LAYERS = 8, 200  # two cuts are tried only for more blocks to compile, and fewer layers
 _PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing, 'delta_net': DeltaNet}
 
 
@@ -329,7 +343,7 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Builds the unbound model; it computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  flags = decoder.windowed, decoder.mixed, decoder.unrotated, decoder.recurrent, _kv_kinds(decoder)
+  flags = decoder.windowed, decoder.mixed, decoder.unrotated, decoder.recurrent, _kv_kinds(decoder), decoder.sparsity
   kinds = [Kind(*of_layer) for of_layer in zip(*flags, strict=True)]
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
@@ -354,6 +368,8 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   if decoder.layer_dim:
     sizes = {'vocab_size': decoder.layer_vocab_size, 'num_layers': decoder.num_layers, 'dim': decoder.layer_dim}
     parts['layer_embedding'] = LayerEmbedding(**sizes, norm=norm, dtype=dtype)
+  if decoder.num_streams:
+    parts['streams'] = ResidualStreams(num_streams=decoder.num_streams, embed_dim=decoder.embed_dim, dtype=dtype)
   if decoder.num_nextn:
     kind = kinds[-1]._replace(recurrent=False)
     head = NextnHead(stack=_stack([_block(decoder, kind, norm, dtype)], [kind]), norm=norm)
@@ -412,10 +428,16 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
   hidden_dim = decoder.shared_hidden_dim if kind.kv == 'shared' else decoder.hidden_dim
   is_crossed = decoder.num_encoder_layers and not encodes
   pre_norm, post_norm = block_norms(decoder, is_recurrent=kind.recurrent)
-  return TransformerBlock(
+  cls, streams = TransformerBlock, {}
+  if decoder.num_streams:
+    altup = AltUp(num_streams=decoder.num_streams, norm=norm, dtype=dtype)
+    residual = LearnedResidual(rank=decoder.residual_rank, norm=norm, dtype=dtype)
+    cls, streams = AltUpBlock, {'altup': altup, 'laurel': residual}
+  return cls(
+    **streams,
     attention=attention,
     cross_attention=_attention(decoder, Kind(), dtype, cross=True) if is_crossed else None,
-    ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, hidden_dim, dtype),
+    ffn=_experts(decoder, dtype) if kind.mixed else _feed_forward(decoder, hidden_dim, dtype, kind.sparsity),
     layer_input=LayerInput(activation=decoder.activation, dtype=dtype) if decoder.layer_dim else None,
     norm=norm,
     pre_norm=pre_norm,
@@ -480,9 +502,11 @@ def _latent_attention(decoder: Decoder, dtype: str) -> LatentAttention:
   return LatentAttention(num_heads=decoder.num_heads, **vars(decoder.latent), **settings)
 
 
-def _feed_forward(decoder: Decoder, hidden_dim: int, dtype: str) -> FeedForward:
-  cls = GatedFeedForward if decoder.gated else FeedForward
-  return cls(hidden_dim=hidden_dim, activation=decoder.activation, use_bias=decoder.mlp_bias, dtype=dtype)
+def _feed_forward(decoder: Decoder, hidden_dim: int, dtype: str, sparsity: float = 0.0) -> FeedForward:
+  settings: Any = {'activation': decoder.activation, 'use_bias': decoder.mlp_bias, 'dtype': dtype}
+  if decoder.gated:
+    return GatedFeedForward(hidden_dim=hidden_dim, sparsity=sparsity, **settings)
+  return FeedForward(hidden_dim=hidden_dim, **settings)
 
 
 def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
@@ -517,15 +541,31 @@ def _stack(blocks: Sequence[TransformerBlock], kinds: Sequence[Kind]) -> nn.Modu
 
 
 def _stacks(blocks: Sequence[TransformerBlock], kinds: Sequence[Kind]) -> list[TransformerStack]:
-  """Returns a stack of the blocks that scans over the shortest repeating pattern.
+  """Returns stacks of the blocks, each of which scans over the shortest pattern that repeats in it."""
+  borders = (0, *_cuts(kinds), len(kinds))
+  return [_scanned(blocks[i:j], kinds[i:j]) for i, j in itertools.pairwise(borders)]
 
-  Returns two stacks if these compile fewer blocks than one, as with a first dense layer or a pattern that ends early.
+
+def _cuts(kinds: Sequence[Kind]) -> tuple[int, ...]:
+  """Returns where to cut layers into stacks so that few blocks are compiled.
+
+  There is one cut if it compiles fewer blocks than none, as with a first dense layer or a pattern that ends early, and
+  there are two if they compile less than half of that, as with both (Kimi Linear).
   """
-  period = _period(kinds)
-  cut = min(range(1, len(kinds)), key=lambda i: _period(kinds[:i]) + _period(kinds[i:]), default=0)
-  if cut and _period(kinds[:cut]) + _period(kinds[cut:]) < period:
-    return [_scanned(blocks[:cut], kinds[:cut]), _scanned(blocks[cut:], kinds[cut:])]
-  return [_scanned(blocks, kinds)]
+  known: dict[Kind, int] = {}
+  numbers, num_layers = [known.setdefault(kind, len(known)) for kind in kinds], len(kinds)
+
+  @functools.cache
+  def num_compiled(*cuts: int) -> int:
+    return sum(_period(numbers[i:j]) for i, j in itertools.pairwise((0, *cuts, num_layers)))
+
+  inner = range(1, num_layers)
+  once = min(((cut,) for cut in inner), key=lambda cuts: num_compiled(*cuts), default=())
+  once = once if num_compiled(*once) < num_compiled() else ()
+  if num_compiled(*once) <= _MANY_BLOCKS or num_layers > _MANY_LAYERS:
+    return once
+  twice = min(itertools.combinations(inner, 2), key=lambda cuts: num_compiled(*cuts))
+  return twice if 2 * num_compiled(*twice) < num_compiled(*once) else once
 
 
 def _scanned(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> TransformerStack:

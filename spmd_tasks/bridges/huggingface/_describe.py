@@ -19,6 +19,7 @@ from spmd_tasks.bridges.huggingface._decoder import (
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
+  AltUpBlock,
   BlockGroup,
   EncoderDecoderLm,
   FeedForward,
@@ -131,6 +132,9 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     hidden_dim=hidden.hidden_dim,
     shared_hidden_dim=next((block.ffn.hidden_dim for block in shared if isinstance(block.ffn, FeedForward)), 0),
     num_kv_shared=len(shared),
+    sparsity=tuple(getattr(block.ffn, 'sparsity', 0.0) for block in blocks[num_encoder_layers:]),
+    num_streams=model.streams.num_streams if model.streams else 0,
+    residual_rank=blocks[0].laurel.rank if isinstance(blocks[0], AltUpBlock) else 0,
     layer_vocab_size=model.layer_embedding.vocab_size if model.layer_embedding else 0,
     layer_dim=model.layer_embedding.dim if model.layer_embedding else 0,
     activation=hidden.activation,
@@ -273,6 +277,7 @@ def _settings(model: Any) -> dict[str, Any]:
     'final_norm',
     'positions',
     'layer_embedding',
+    'streams',
     'position_bias',
     'encoder_norm',
     'encoder_position_bias',

@@ -49,9 +49,11 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   Rope,
   SharedDim,
   SharedExperts,
+  SharedKv,
   SwitchKeys,
   T5FeedForward,
   T5Logits,
+  activation_sparsity,
   delta_net_keys,
   ernie_layers,
   experts,
@@ -344,27 +346,35 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
   )
 
 
-def _gemma4(architecture: str, window: int, *keys: Entry) -> Family:
-  """Returns a family of Gemma 4, with the default of `sliding_window`, and keys of its own."""
+def _gemma4(
+  architecture: str, sizes: tuple[Entry, ...], *keys: Entry, layers: LayerTypes, rope: Rope, **fixed: Any
+) -> Family:
+  """Returns a family of Gemma 3n or 4.
+
+  Args:
+    architecture: the name of its class in `transformers`.
+    sizes: the keys of `_sizes`.
+    *keys: keys of the family alone.
+    layers, rope: the keys of windows and of rotary positions.
+    **fixed: further fixed fields of the Decoder.
+  """
   return Family(
     architecture=architecture,
     keys=(
-      *_sizes(262_144, 2304, 9216, 30, 8, 4, 256, tied=True),
+      *sizes,
       activation('hidden_activation', 'gelu_pytorch_tanh'),
-      Rope(1e6, 10_000.0, default={'rope_type': 'proportional', 'partial_rotary_factor': 0.25}),
-      LayerTypes(_every_but(6), default_window=window),
-      Gemma4Layers(),
+      rope,
+      layers,
       attention_bias(),
-      Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
       FixedKey('use_bidirectional_attention', None, (False, 'vision')),
       *keys,
-      Gemma4SharedKv(),
     ),
     fixed={
-      **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'output_scale': True},
-      'softmax_scale': 1.0,
+      **{'scaled_embedding': True, 'post_norm': True, 'qk_norm': 'head', 'value_norm': True, 'softmax_scale': 1.0},
+      **fixed,
     },
-    inert=('hidden_act',),
+    # The clip acts only in training, and transformers does not read `query_pre_attn_scalar`.
+    inert=('hidden_act', 'altup_coef_clip', 'altup_lr_multiplier', 'query_pre_attn_scalar'),
     names=TensorNames(
       ffn_norm='pre_feedforward_layernorm',
       router='router.proj',
@@ -481,6 +491,10 @@ _COHERE_BLOCK = {'norm': 'layer_without_bias', 'parallel': True}
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
+
+_GEMMA4_SIZES = _sizes(262_144, 2304, 9216, 30, 8, 4, 256, tied=True)
+_GEMMA4_KEYS = (Gemma4Layers(), Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True))
+_GEMMA4_ROPE = Rope(1e6, 10_000.0, default={'rope_type': 'proportional', 'partial_rotary_factor': 0.25})
 
 # An export without an origin has the first family that expresses the model.
 FAMILIES: dict[str, Family] = {
@@ -683,8 +697,34 @@ FAMILIES: dict[str, Family] = {
     fixed={'scaled_embedding': True, 'norm_plus_one': True},
     inert=('hidden_activation',),
   ),
-  'gemma4_text': _gemma4('Gemma4ForCausalLM', 512, Gemma4Experts(), LayerEmbeddingKeys()),
-  'gemma4_unified_text': _gemma4('Gemma4UnifiedForCausalLM', 1024),
+  'gemma4_text': _gemma4(
+    *('Gemma4ForCausalLM', _GEMMA4_SIZES, *_GEMMA4_KEYS, Gemma4Experts(), LayerEmbeddingKeys(), Gemma4SharedKv()),
+    layers=LayerTypes(_every_but(6), default_window=512),
+    rope=_GEMMA4_ROPE,
+    output_scale=True,
+  ),
+  'gemma4_unified_text': _gemma4(
+    *('Gemma4UnifiedForCausalLM', _GEMMA4_SIZES, *_GEMMA4_KEYS, Gemma4SharedKv()),
+    layers=LayerTypes(_every_but(6), default_window=1024),
+    rope=_GEMMA4_ROPE,
+    output_scale=True,
+  ),
+  'gemma3n_text': _gemma4(
+    'Gemma3nForCausalLM',
+    (
+      *_without('intermediate_size', _sizes(262_400, 2048, 16_384, 35, 8, 2, 256, tied=True)),
+      EqualInLayers(Key('intermediate_size', 'hidden_dim', int, 16_384)),
+    ),
+    Key('final_logit_softcapping', 'logits_cap', float, 30.0, nullable=True),
+    SharedKv(15),
+    LayerEmbeddingKeys(),
+    Key('altup_num_inputs', 'num_streams', int, 4),
+    Key('laurel_rank', 'residual_rank', int, 64),
+    activation_sparsity(),
+    *(FixedKey('altup_active_idx', 0), FixedKey('altup_correct_scale', True)),
+    layers=LayerTypes(_every_but(5), default_window=512),
+    rope=Rope(1e6, 10_000.0),
+  ),
   'vaultgemma': Family(
     architecture='VaultGemmaForCausalLM',
     keys=_GEMMA2_KEYS,
@@ -1276,6 +1316,7 @@ ALIASES = {'kimi_k2': 'deepseek_v3'}
 # Multimodal models whose text model is read: model type -> architecture, and the text's model type if it is not named.
 WRAPPERS = {
   'gemma3': ('Gemma3ForConditionalGeneration', 'gemma3_text'),
+  'gemma3n': ('Gemma3nForConditionalGeneration', 'gemma3n_text'),
   'gemma4': ('Gemma4ForConditionalGeneration', 'gemma4_text'),
   'gemma4_unified': ('Gemma4UnifiedForConditionalGeneration', 'gemma4_unified_text'),
   'qwen3_5': ('Qwen3_5ForConditionalGeneration', 'qwen3_5_text'),
@@ -1304,8 +1345,6 @@ _SPARSE = 'its attention reads only keys that the layer DeepSeek sparse attentio
 REFUSED = {
   'longt5': ('its encoder attends to local blocks and block summaries', 't5'),
   'minimax': ('some of its layers are the recurrent layer Lightning Attention', 'minimax_m2'),
-  'gemma3n': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),
-  'gemma3n_text': ('its blocks have the layers AltUp and LAuReL, and embeddings per layer', 'gemma3_text'),
   'recurrent_gemma': ('some of its layers are the recurrent layer RG-LRU', 'gemma'),
   'deepseek_v32': (_SPARSE, 'deepseek_v3'),
   'deepseek_v4': ('its attention reads compressed keys, and its residual stream has hyper-connections', 'deepseek_v3'),

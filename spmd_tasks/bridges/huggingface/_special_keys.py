@@ -618,23 +618,51 @@ class Gemma4Experts:
     return written
 
 
-class Gemma4SharedKv:
-  """`num_kv_shared_layers` of Gemma 4, and `use_double_wide_mlp`, which doubles `intermediate_size` of these layers."""
+def activation_sparsity() -> PerLayer:
+  """Returns the key `activation_sparsity_pattern` of Gemma 3n, one number per layer."""
+
+  def read(config: Config, num_layers: int) -> list[float]:
+    key = 'activation_sparsity_pattern'
+    default = [0.95 * (num_layers > 10 and layer < 10) for layer in range(num_layers)]
+    values = config.read(key, list, default)
+    if len(values) < num_layers or not all(type(x) in (int, float) and 0 <= x < 1 for x in values):
+      raise config.error(key, f'must be {num_layers} numbers from 0 to 1')
+    return values[:num_layers]
+
+  return PerLayer('sparsity', read, lambda values: {'activation_sparsity_pattern': [*values]}, kind=float)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedKv:
+  """`num_kv_shared_layers` of Gemma 3n and 4, with its default."""
+
+  default: int = 0
 
   def read(self, config: Config, known: Values) -> Values:
-    num, is_wide = config.read('num_kv_shared_layers', int, 0), config.read('use_double_wide_mlp', bool, False)
+    num = config.read('num_kv_shared_layers', int, self.default)
     first, windowed = known['num_layers'] - num, known['windowed']
     if not 0 <= num < known['num_layers'] or not {*windowed[first:]} <= {*windowed[:first]}:
       raise config.error(
         'num_kv_shared_layers', 'must leave a layer of each type whose keys and values the last ones read'
       )
-    if num and is_wide and 'mixture.shared_dim' in known:
+    return {'num_kv_shared': num}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {'num_kv_shared_layers': decoder.num_kv_shared}
+
+
+class Gemma4SharedKv(SharedKv):
+  """Also `use_double_wide_mlp`, which doubles `intermediate_size` of the layers that share keys and values."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    values, is_wide = super().read(config, known), config.read('use_double_wide_mlp', bool, False)
+    if values['num_kv_shared'] and is_wide and 'mixture.shared_dim' in known:
       raise config.error('use_double_wide_mlp', 'is not supported with experts')
-    return {'num_kv_shared': num, 'shared_hidden_dim': known['hidden_dim'] * (1 + is_wide)}
+    return values | {'shared_hidden_dim': known['hidden_dim'] * (1 + is_wide)}
 
   def write(self, decoder: Decoder) -> Values:
     is_wide = decoder.shared_hidden_dim == 2 * decoder.hidden_dim
-    return {'num_kv_shared_layers': decoder.num_kv_shared, 'use_double_wide_mlp': is_wide}
+    return super().write(decoder) | {'use_double_wide_mlp': is_wide}
 
 
 class LayerEmbeddingKeys:

@@ -107,6 +107,9 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
     yield Rule('model.embed_tokens_per_layer.weight', 'layer_embedding/tokens/table')
     yield Rule('model.per_layer_model_projection.weight', 'layer_embedding/projection/kernel', *by_layer)
     yield Rule('model.per_layer_projection_norm.weight', 'layer_embedding/norm_of_projection/scale')
+  for i in range(decoder.num_streams - 1):
+    yield Rule(f'model.altup_projections.{i}.weight', [('streams/expand', i)], _TRANSPOSE)
+    yield Rule(f'model.altup_unembed_projections.{i}.weight', [('streams/merge', i)], _TRANSPOSE)
   for i, slot in enumerate(layers):
     layer = _LayerRules(names.layer.format(i), slot)
     kind, is_head = min(i, decoder.num_layers - 1), i >= decoder.num_layers  # heads are like the last layer
@@ -137,6 +140,8 @@ def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorName
       yield layer.rule('per_layer_input_gate.weight', 'layer_input/gate/kernel', _TRANSPOSE)
       yield layer.rule('per_layer_projection.weight', 'layer_input/out/kernel', _TRANSPOSE)
       yield layer.rule('post_per_layer_input_norm.weight', 'layer_input_post_norm/scale')
+    if decoder.num_streams:
+      yield from _altup(layer, decoder)
     if decoder.output_scale:
       yield layer.rule('layer_scalar', 'output_scale')
     yield from _experts(layer, decoder, names) if decoder.mixed[kind] else _feed_forward(layer, decoder, names)
@@ -164,6 +169,18 @@ class _LayerRules:
     return Rule(
       [self.prefix + name for name in sources], [(self.slot.prefix + name, *index) for name in targets], *operations
     )
+
+
+def _altup(layer: _LayerRules, decoder: Decoder) -> Iterator[Rule]:
+  num = decoder.num_streams
+  yield layer.rule('altup.router_norm.weight', 'altup/norm_of_input/scale')
+  yield layer.rule('altup.modality_router.weight', 'altup/router/kernel', _TRANSPOSE)
+  yield layer.rule('altup.prediction_coefs.weight', 'altup/prediction/kernel', _TRANSPOSE, split_heads(num))
+  yield layer.rule('altup.correction_coefs.weight', 'altup/correction/kernel', _TRANSPOSE)
+  yield layer.rule('altup.correct_output_scale', 'first_scale')
+  yield layer.rule('laurel.linear_left.weight', 'laurel/left/kernel', _TRANSPOSE)
+  yield layer.rule('laurel.linear_right.weight', 'laurel/right/kernel', _TRANSPOSE)
+  yield layer.rule('laurel.post_laurel_norm.weight', 'laurel/out_norm/scale')
 
 
 def _attention(

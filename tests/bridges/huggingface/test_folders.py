@@ -183,7 +183,7 @@ def test_the_text_model_of_a_multimodal_model(prefix, tmp_path, rng):
   [
     *(('mistral3', 'ministral3'), ('llama4', 'llama4_text'), ('llava', 'llama')),
     *(('qwen3_5', 'qwen3_5_text'), ('qwen3_5_moe', 'qwen3_5_moe_text')),
-    *(('gemma4', 'gemma4_shared'), ('gemma4_unified', 'gemma4_unified_text')),
+    *(('gemma3n', 'gemma3n_text'), ('gemma4', 'gemma4_shared'), ('gemma4_unified', 'gemma4_unified_text')),
   ],
 )
 def test_the_text_config_of_other_wrappers(wrapper, text, tmp_path):

@@ -208,6 +208,13 @@ CONFIGS['gemma4_shared'] = CONFIGS['gemma4_text'] | {  # as E2B and E4B
 CONFIGS['gemma4_unified_text'] = {  # as 12B
   key: value for key, value in CONFIGS['gemma4_text'].items() if not key.endswith('per_layer_input')
 }
+CONFIGS['gemma3n_text'] = _SIZES | {
+  **{'num_hidden_layers': 9, 'layer_types': ['sliding_attention', 'sliding_attention', 'full_attention'] * 3},
+  **{'sliding_window': 5, 'num_kv_shared_layers': 4, 'num_key_value_heads': 1, 'altup_num_inputs': 3},
+  **{'hidden_size_per_layer_input': 7, 'vocab_size_per_layer_input': 257, 'laurel_rank': 5},
+  **{'activation_sparsity_pattern': [0.8] * 3 + [0.0] * 6, 'final_logit_softcapping': 3.0},
+  **{'intermediate_size': [44] * 9, 'query_pre_attn_scalar': 256, 'altup_lr_multiplier': 1.0},  # as published
+}
 # Texts exceed the original length, so that the long factors are used.
 CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
