@@ -28,6 +28,18 @@ def test_gated(rng, activation):
   assert aux == {}
 
 
+def test_most_gates_of_a_sparse_layer_are_zero(rng):
+  x = rng.normal(size=(2, 3, 6)).astype(np.float32)
+  layer = GatedFeedForward(hidden_dim=400, activation='gelu', sparsity=0.9)
+  weights = random_weights(layer, x)
+  kernels = {name: weight['kernel'] for name, weight in reference.to_float64(weights).items()}
+  gate = x @ kernels['gate']
+  gate = np.maximum(gate - gate.mean(-1, keepdims=True) - 1.2815515655446004 * gate.std(-1, keepdims=True), 0.0)
+  assert 0.85 < np.mean(gate == 0) < 0.95
+  expected = reference.gelu_tanh(gate) * (x @ kernels['up']) @ kernels['down']
+  np.testing.assert_allclose(layer.apply({'params': weights}, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize('activation', REFERENCES)
 def test_plain(rng, activation):
   x = rng.normal(size=(2, 3, 6)).astype(np.float32)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import FeedForward, GatedFeedForward
+from spmd_tasks.layers import FeedForward, GatedFeedForward, RmsNorm
 from spmd_tasks.layers.moe import CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
 from tests.layers.tiny_model import random_weights
+from tests.layers.transformer_reference import rms_norm, silu, to_float64
 
 B, T, D, F, E = 2, 6, 8, 12, 4
 SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], jnp.int32)
@@ -149,3 +150,34 @@ def test_each_expert_computes_its_first_choices_of_a_row(rng):
 def test_a_router_of_another_number_of_experts_is_refused():
   with pytest.raises(ValueError, match=r'router\.num_experts=4 and experts\.num_experts=8 must be equal'):
     MixtureOfExperts(router=TopKRouter(num_experts=4, num_selected=1), experts=Experts(num_experts=8, hidden_dim=F))
+
+
+def test_a_network_beside_experts_with_norms_of_their_own(rng):
+  """The norms of Gemma 4, and its router, which reads x itself and weighs the experts."""
+  x, norm = tokens(rng), RmsNorm()
+  layer = MixtureOfExperts(
+    router=TopKRouter(num_experts=E, num_selected=2, normalize_gates=1.0, input_norm=norm, expert_scales=True),
+    experts=Experts(num_experts=E, hidden_dim=F, gated=True, activation='silu'),
+    shared_expert=GatedFeedForward(hidden_dim=F, activation='silu'),
+    branch_norm=norm,
+  )
+  weights = random_weights(layer, x)
+  y, _ = jax.jit(layer.apply)({'params': weights}, x)
+  exact, x = to_float64(weights), np.asarray(x, np.float64)
+  normed = lambda name, x: rms_norm(x, exact[name]['scale'])
+  network = lambda x, kernels: silu(x @ kernels['gate']) * (x @ kernels['up']) @ kernels['down']
+  router = exact['router']
+  inputs = rms_norm(x, router['norm_of_input']['scale']) / np.sqrt(D)
+  scores = np.exp(inputs @ router['kernel'])
+  chosen = np.argsort(-scores, axis=-1)[..., :2]
+  gates = np.take_along_axis(scores, chosen, -1)
+  gates = gates / gates.sum(-1, keepdims=True) * router['expert_scales'][chosen]
+  each = np.stack([
+    network(normed('experts_norm', x), {name: kernel[e] for name, kernel in exact['experts'].items()}) for e in range(E)
+  ])  # fmt: skip
+  routed = sum(np.take_along_axis(each, chosen[None, :, :, k, None], 0)[0] * gates[..., k : k + 1] for k in range(2))
+  shared = network(
+    normed('shared_norm', x), {name: weight['kernel'] for name, weight in exact['shared_expert'].items()}
+  )
+  expected = normed('shared_post_norm', shared) + normed('experts_post_norm', routed)
+  np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
