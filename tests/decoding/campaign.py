@@ -127,6 +127,7 @@ WORLDS = (
   ('an encoder-decoder on data 2 x mdl 4', 0),
   ('recurrent layers', 3),
   ('recurrent layers on data 2 x mdl 4', 3),
+  ('recurrent layers, 2 heads', 3),
 )
 
 

@@ -78,9 +78,9 @@ class TwoHeads(Uneven):
 
 
 class HybridHeads(Hybrid):
-  """With a head that predicts further tokens by a recurrent layer and attention of its own."""
+  """With heads that predict further tokens by a recurrent layer and attention of their own."""
 
-  num_nextn_predict_layers = 1
+  num_nextn_predict_layers = 2
 
 
 MESHES = {
