@@ -123,8 +123,14 @@ def test_nothing_is_imported_before_ctrl_c_is_handled():
 COMMANDS = {'module': ('-m', 'spmd_tasks'), 'script': ('-c', 'from spmd_tasks.__main__ import main; main()')}
 
 
-@pytest.mark.parametrize('delay_s', [0.0, 0.05, 0.3, 1.0, 3.0])
-@pytest.mark.parametrize('command', COMMANDS)
+DELAYS_S = (0.0, 0.05, 0.3, 1.0, 3.0)
+AT_ANY_TIME = [('module', delay_s) for delay_s in DELAYS_S]
+AT_ANY_TIME += [
+  pytest.param('script', delay_s, marks=[pytest.mark.exhaustive] * (delay_s != 0.05)) for delay_s in DELAYS_S
+]
+
+
+@pytest.mark.parametrize('command, delay_s', AT_ANY_TIME)
 def test_ctrl_c_prints_one_line_from_the_start(tmp_path, command, delay_s):
   process = binary.start_binary(*TRAIN, '--job_log_dir', tmp_path, command=COMMANDS[command], fresh=True)
   wait_for_handler(process)

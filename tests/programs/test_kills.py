@@ -80,17 +80,25 @@ def assert_same_losses(directory: Path, finished_job: Path) -> None:
 
 
 # When to kill: after this step, and whether in the middle of a save.
-KILLS = ((3, True), (9, False))
+IN_A_SAVE, ANYWHERE = (3, True), (9, False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path):
+@pytest.mark.parametrize(
+  'kills',
+  [
+    pytest.param((IN_A_SAVE,), id='in the middle of a save'),
+    # By default the next test kills anywhere.
+    pytest.param((IN_A_SAVE, ANYWHERE), id='and again', marks=pytest.mark.exhaustive),
+  ],
+)
+def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path, kills):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_max_to_keep=3')
   rng = random.Random(0)
   num_again = 0
-  for target, is_mid_save in KILLS:
+  for target, is_mid_save in kills:
     before = steps_of(directory)
     process = start(*flags)
     wait_until(process, lambda: max(steps_of(directory)[len(before) :], default=0) >= target)  # noqa: B023
@@ -106,7 +114,9 @@ def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path):
       num_again += before[-1] - first_again + 1
   before = steps_of(directory)
   assert binary.run_in_process(*flags) == exit_codes.OK
-  assert_little_is_lost(last_seen=before[-1], first_again=steps_of(directory)[len(before)])
+  first_again = steps_of(directory)[len(before)]
+  assert_little_is_lost(last_seen=before[-1], first_again=first_again)
+  num_again += before[-1] - first_again + 1
   assert num_again >= 1  # steps were executed again, or nothing was tested
 
   assert set(steps_of(directory)) == set(range(1, LAST_STEP + 1))
