@@ -100,7 +100,7 @@ class AltUp(WithSublayers, kw_only=True):
   """
 
   num_streams: int
-  norm: RmsNorm = RmsNorm()
+  norm: nn.Module = RmsNorm()
   dtype: Any = 'float32'
   split_dims: SplitDims = ('embed', None)
 
@@ -141,7 +141,7 @@ class LearnedResidual(WithSublayers, kw_only=True):
   """
 
   rank: int
-  norm: RmsNorm = RmsNorm()
+  norm: nn.Module = RmsNorm()
   dtype: Any = 'float32'
   left_split_dims: SplitDims = ('embed', None)
   right_split_dims: SplitDims = (None, 'embed')

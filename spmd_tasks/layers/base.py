@@ -4,7 +4,7 @@
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 import contextlib
 import contextvars
 import dataclasses
@@ -320,7 +320,7 @@ class LayerScope:
   plain_products: bool = False
   cache: Any = None
   balanced_tokens: bool = False
-  shared_kv: dict[str, SharedKv] | None = None
+  shared_kv: MutableMapping[str, SharedKv] | None = None
   on_kernel: Callable[[KernelCall], None] | None = None
 
 

@@ -12,6 +12,7 @@ The sublayers of a block are Linen modules given as fields, so a config replaces
 Shapes: B batch, T sequence, D model, L layers.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 import re
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import (
   CACHE,
+  SharedKv,
   Statistics,
   WithSublayers,
   current_layer_scope,
@@ -344,15 +346,15 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   def layer(block, x, arguments, number, layer_inputs):
     x = name_layer_input(x, remat_policy_name)
-    earlier_kv = shared_kv or {}
-    all_kv = None if shared_kv is None else {**shared_kv}
+    new_kv: dict[str, SharedKv] = {}
+    all_kv = None if shared_kv is None else ChainMap(new_kv, shared_kv)  # layers add to the first
     if layer_inputs is not None:
       arguments = {**arguments, 'layer_inputs': layer_inputs}
     with layer_scope(cache=None if cache is None else cache.in_layer(number), shared_kv=all_kv):
       y, aux = run_layer('block', block, x, **arguments, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
-    return y, (aux, {name: kv for name, kv in (all_kv or {}).items() if kv is not earlier_kv.get(name)})
+    return y, (aux, new_kv)
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:
@@ -378,7 +380,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       arguments = {name: value for name, value in arguments.items() if name != 'layer_inputs'}
       layer_inputs = layer_inputs.reshape(num_layers, -1, *layer_inputs.shape[1:])
     x, (aux, new_kv) = layers(block, x, arguments, None if cache is None else numbers, layer_inputs)
-    if new_kv and shared_kv is not None:
+    if shared_kv is not None:
       shared_kv.update(jax.tree.map(lambda of_layers: of_layers[-1], new_kv))
     return x, aux
 

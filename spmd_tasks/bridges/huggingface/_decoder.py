@@ -366,8 +366,13 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
     'positions': None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
   }
   if decoder.layer_dim:
-    sizes = {'vocab_size': decoder.layer_vocab_size, 'num_layers': decoder.num_layers, 'dim': decoder.layer_dim}
-    parts['layer_embedding'] = LayerEmbedding(**sizes, norm=norm, dtype=dtype)
+    parts['layer_embedding'] = LayerEmbedding(
+      vocab_size=decoder.layer_vocab_size,
+      num_layers=decoder.num_layers,
+      dim=decoder.layer_dim,
+      norm=norm,
+      dtype=dtype,
+    )
   if decoder.num_streams:
     parts['streams'] = ResidualStreams(num_streams=decoder.num_streams, embed_dim=decoder.embed_dim, dtype=dtype)
   if decoder.num_nextn:
@@ -428,7 +433,8 @@ def _block(decoder: Decoder, kind: Kind, norm: nn.Module, dtype: str, *, encodes
   hidden_dim = decoder.shared_hidden_dim if kind.kv == 'shared' else decoder.hidden_dim
   is_crossed = decoder.num_encoder_layers and not encodes
   pre_norm, post_norm = block_norms(decoder, is_recurrent=kind.recurrent)
-  cls, streams = TransformerBlock, {}
+  cls: Any = TransformerBlock
+  streams: dict[str, Any] = {}
   if decoder.num_streams:
     altup = AltUp(num_streams=decoder.num_streams, norm=norm, dtype=dtype)
     residual = LearnedResidual(rank=decoder.residual_rank, norm=norm, dtype=dtype)
