@@ -280,6 +280,8 @@ class _Walk:
       return self.attention_kernel(eqn, inputs, name)
     if name in _REDUCTIONS:
       return self.reduction(eqn, inputs)
+    if name == 'call_hi_primitive':  # jax.checkpoint with jax_remat3
+      params = params['_prim'].params
     for inner in params.values():  # jit, custom_jvp, ...; the jaxprs of sort and reduce_window take scalars
       jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
       shapes = [getattr(var.aval, 'shape', None) for var in getattr(jaxpr, 'invars', ())]

@@ -140,6 +140,8 @@ def _equation_flops(equation: JaxprEqn) -> int:
       return num_devices * _inner_flops(params)
     case 'pallas_call':
       return 0
+    case 'call_hi_primitive':  # of jax.checkpoint with jax_remat3
+      return _inner_flops(params['_prim'].params)
     case _:
       return _inner_flops(params)
 

@@ -20,6 +20,7 @@ with lazy_exports(globals()):
 
 EXTENSION = Extension(
   name='verification',
+  prepare_job='spmd_tasks.verification._wrong_kernels:refuse_wrong_kernels',
   modes=(
     Mode(
       name='verify',

@@ -122,16 +122,21 @@ def _decide(bench: Bench, kernel: Any) -> Verdict:
 
 def _broken(bench: Bench, kernel: Any, what: str, difference: float, allowed: float) -> Verdict:
   command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims kernels'
+  settings = [f'{path}={kernel.plain}' for path in bench.source.paths_ending(kernel.field)]
+  flags = (
+    ' '.join(f'--set {shlex.quote(setting)}' for setting in settings) or f'{kernel.field}={kernel.plain} of its layer'
+  )
   return Verdict(
     status='BROKEN',
     detail=f'{what} differs by {difference:.3g}, allowed {allowed:.3g}',
-    notes=(f'until it is mended, {kernel.remedy}', f'reproduce it: {command}'),
+    notes=(f'until it is mended, take the plain computation: {flags}', f'reproduce it: {command}'),
     failure={
       'claim': 'kernels',
       'kernel': kernel.name,
       'leaf': what,
       'difference': difference,
       'allowed': allowed,
+      'settings': settings,
       'command': command,
     },
   )
@@ -154,7 +159,7 @@ class _GroupedMatmul:
   weight_dtype: str
 
   least_share = 2.0**-22  # products are accumulated in float32
-  remedy = "take the plain computation: set the `backend` of the experts' computation to 'loop'"
+  field, plain = 'backend', 'loop'  # the field that chooses the computation, and its plain form
 
   @classmethod
   def of(cls, call: KernelCall) -> '_GroupedMatmul':
@@ -252,7 +257,7 @@ class _Attention:
   has_sinks: bool
   options: AttentionOptions  # without sinks
 
-  remedy = "take the plain computation: set the attention's `implementation` to 'blockwise'"
+  field, plain = 'implementation', 'blockwise'
 
   @property
   def least_share(self) -> float:

@@ -21,6 +21,7 @@ from spmd_tasks.command import Command
 from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
+from spmd_tasks.files import absolute_path
 from spmd_tasks.verification._cases import Bench, Case, Verdict
 from spmd_tasks.verification._coordinate_claims import coordinate_cases, parse_widths
 from spmd_tasks.verification._job_claims import job_cases
@@ -36,6 +37,7 @@ from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, pr
 from spmd_tasks.verification._settings import Source, scaled_mesh, shrink, with_quantization
 from spmd_tasks.verification._step_claims import dropout_cases, step_cases
 from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
+from spmd_tasks.verification._wrong_kernels import record_wrong_kernels
 from spmd_tasks.xla_flags import add_xla_flags
 
 DEFAULT_NUM_DEVICES = 8
@@ -175,6 +177,11 @@ def run(command: Command) -> int:
       verdict = _decide(case, bench)
       decided.append((case, verdict))
       _print(format_case(case, verdict))
+  if 'kernels' in claims and command.flags.job_log_dir:
+    failures = [
+      verdict.failure for case, verdict in decided if case.claim == 'kernels' and 'settings' in verdict.failure
+    ]
+    record_wrong_kernels(absolute_path(command.flags.job_log_dir), failures)
   _print('')
   _print(format_table(decided))
   _print(f'in {time.monotonic() - started:.0f} s')

@@ -71,6 +71,16 @@ CASES = {
 }  # fmt: skip
 
 
+def test_remat_of_the_newer_kind_has_the_same_flops():
+  layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+  try:
+    jax.config.update('jax_remat3', True)
+    assert count_matmul_flops(layer, X, W) == ONE_PRODUCT
+    assert count_matmul_flops(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)), X, W) == 4 * ONE_PRODUCT
+  finally:
+    jax.config.update('jax_remat3', False)
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_count_matmul_flops(case):
   fn, args, expected = CASES[case]

@@ -4,12 +4,15 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import pytest
 
 from spmd_tasks import main
 from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import prepare_job
 from spmd_tasks.layers.attention import implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._plain import AttentionOptions
@@ -18,7 +21,9 @@ from spmd_tasks.planning.targets import parse_target
 from spmd_tasks.verification import _kernel_claims
 from spmd_tasks.verification._kernel_claims import _Attention, _decide, _GroupedMatmul, _kernels_of_step
 
-BENCH = SimpleNamespace(seed=0, source=SimpleNamespace(flags=('--exp', 'lm.Mine')))
+BENCH = SimpleNamespace(
+  seed=0, source=SimpleNamespace(flags=('--exp', 'lm.Mine'), paths_ending=lambda name: [f'task.{name}'])
+)
 PRODUCTS = _GroupedMatmul(
   name='megablox', num_rows=90, num_groups=5, num_in=64, num_out=64, dtype='bfloat16', weight_dtype='bfloat16'
 )
@@ -108,7 +113,8 @@ def test_a_wrong_grouped_matmul_is_named(multiply, part, monkeypatch):
   assert verdict.status == 'BROKEN'
   assert verdict.failure['kernel'] == 'megablox'
   assert verdict.failure['leaf'].startswith(part)
-  assert any('loop' in note for note in verdict.notes)
+  assert verdict.failure['settings'] == ['task.backend=loop']
+  assert verdict.notes[0].endswith('--set task.backend=loop')
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_a_wrong_attention_is_named(attend, monkeypatch):
   verdict = _decide(BENCH, ATTENTION)
   assert verdict.status == 'BROKEN'
   assert verdict.failure['kernel'] == 'splash'
-  assert any('blockwise' in note for note in verdict.notes)
+  assert verdict.failure['settings'] == ['task.implementation=blockwise']
 
 
 def test_the_kernels_of_a_step_have_the_shapes_of_one_device():
@@ -138,9 +144,29 @@ def test_the_kernels_of_a_step_have_the_shapes_of_one_device():
   }
 
 
-def test_the_mode_reports_each_kernel(capsys):
-  flags = '--exp lm.StdlibTiny --mode verify --claims kernels --set seq_len=24 --set num_layers=1'
-  assert main.run(flags.split()) == 0
+def test_the_mode_reports_each_kernel_and_a_job_does_not_train_with_a_wrong_one(capsys, monkeypatch, tmp_path):
+  settings = ['seq_len=24', 'num_layers=1']
+  flags = ['--exp', 'lm.StdlibTiny', '--mode', 'verify', '--claims', 'kernels', '--job_log_dir', str(tmp_path)]
+  flags += [word for setting in settings for word in ('--set', setting)]
+  with monkeypatch.context() as planted:
+    planted.setattr(implementations, 'attend_by_splash', attention_with(causal=False))
+    assert main.run(flags) == 1
+  _, _, summary = capsys.readouterr().out.strip().rpartition('\n')
+  assert [failure['kernel'] for failure in json.loads(summary)['failures']] == ['splash']
+
+  directory, plainly = epath.Path(tmp_path), 'task.model.stack.block.attention.implementation=blockwise'
+  job, plain_job = resolve('lm.StdlibTiny', settings).build(), resolve('lm.StdlibTiny', [*settings, plainly]).build()
+  monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
+  assert prepare_job(job, 'train', directory)  # splash is for TPUs
+  monkeypatch.setattr('jax.default_backend', lambda: 'tpu')
+  with pytest.raises(UserError, match=f'the kernel splash wrong.*: take the plain computation, --set {plainly}, or'):
+    prepare_job(job, 'train', directory)
+  assert prepare_job(plain_job, 'train', directory)
+  monkeypatch.undo()
+
+  assert main.run(flags) == 0  # the kernel is mended
   *lines, summary = capsys.readouterr().out.splitlines()
   assert any(line.startswith('held') and 'splash, attention of 24 tokens' in line for line in lines)
   assert json.loads(summary)['held'] == 1
+  monkeypatch.setattr('jax.default_backend', lambda: 'tpu')
+  assert prepare_job(job, 'train', directory)
