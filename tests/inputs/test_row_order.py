@@ -206,8 +206,12 @@ def large(monkeypatch):
   monkeypatch.setattr('spmd_tasks.inputs.text_input.small_source_tokens', lambda *sizes: -1)
 
 
-@pytest.mark.parametrize('tells_sizes', [True, False])
-@pytest.mark.parametrize('shuffle', [True, False])
+# By default sources tell sizes if, and only if, they are shuffled.
+ORDERS = [(True, True), (False, False)]
+ORDERS += [pytest.param(shuffle, not shuffle, marks=pytest.mark.exhaustive) for shuffle in (True, False)]
+
+
+@pytest.mark.parametrize('shuffle, tells_sizes', ORDERS)
 @pytest.mark.parametrize('packing', [True, False])
 @pytest.mark.parametrize('batch_size', [1, 3, 8, 40])
 def test_rows_of_a_large_source_read_equal_shares(large, batch_size, packing, shuffle, tells_sizes):
@@ -258,7 +262,7 @@ def test_records_of_a_large_source_stay_whole(large, tmp_path):
   check_positions(settings)
 
 
-@pytest.mark.parametrize('num_documents', [20, 40, 64, 300])
+@pytest.mark.parametrize('num_documents', [20, 40, pytest.param(64, marks=pytest.mark.exhaustive), 300])
 def test_epochs_of_a_large_source_have_no_copies_at_their_boundaries(large, num_documents):
   """Of many documents, every third is empty."""
   documents = [(0 if i % 3 == 2 and num_documents > 64 else 10,) for i in range(num_documents)]

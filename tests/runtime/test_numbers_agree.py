@@ -179,6 +179,7 @@ def test_factored_moments_are_sharded_like_the_weight():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # tests/decoding has beams, and tests/evaluation scores on a mesh
 def test_beam_search_and_scores_agree_with_one_device():
   """Requests have different lengths. The scores of the best texts agree with the search, one token at a time."""
   settings = DecodeSettings(max_len=9, num_slots=2, prefill_rows=2, min_bucket=9, prefill_chunk=9, eos_ids=(1,))
