@@ -187,6 +187,11 @@ _TOGETHER = {
     'inputs/test_batches.py',
     'inputs/test_tokenizers.py',
   ),
+  'Paxml': (
+    'bridges/pax/test_learner_variables.py',
+    'bridges/pax/test_settings.py',
+    'bridges/pax/test_sweeps.py',
+  ),
   'a finished job': ('tests/programs/', 'tests/replay/'),
   'a job of rewards': ('tuning/test_environments.py', 'tuning/test_rewards.py'),
   'steps for plans': (
