@@ -57,6 +57,7 @@ CASES = {
   'latent': ('deepseek_v3', {'target_modules': ['q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'o_proj']}),
   'of kv_up too': ('deepseek_v2', {'target_modules': ['q_proj', 'kv_b_proj', 'o_proj'], 'use_dora': True}),
   'keys of earlier layers': ('gemma4_shared', {'target_modules': ALL}),
+  'streams': ('gemma3n_text', {'target_modules': [*ATTENTION, 'linear_left', 'per_layer_input_gate', 'down_proj']}),
   'two alphas': ('llama3', {'target_modules': ALL, 'rank_pattern': {'o_proj': 2}, 'alpha_pattern': {'o_proj': 3}}),
 }
 # Fused modules, whose kernels share an A in `peft`, and parameters of experts.
@@ -75,7 +76,7 @@ FUSED = {
   'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }
 # Learning rates of models that amplify rounding errors: the first by 100, and by 2 per step at a higher rate.
-LOW_LEARNING_RATES = {'norms of heads': 0.0001, 'keys of earlier layers': 0.0001}
+LOW_LEARNING_RATES = {'norms of heads': 0.0001, 'keys of earlier layers': 0.0001, 'streams': 0.0001}
 NAMES = [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaustive) for name in CASES]
 MESHES = [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
