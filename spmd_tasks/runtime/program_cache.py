@@ -26,6 +26,7 @@ from jaxlib.version import __version__ as JAXLIB_VERSION
 
 from spmd_tasks.activity import say
 
+_SETTINGS = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache', 'jax_persistent_cache_min_compile_time_secs')
 _SUFFIX = '-inputs.json'
 _MAX_SHOWN, _MAX_SHOWN_CHARS = 2, 60
 # JAX (0.10 to 0.12) logs the inputs of its key like this, for debugging, and reports the event for each hit.
@@ -49,8 +50,8 @@ def compile_program(lowered: Any, name: str) -> Any:
   Nothing is printed of programs that JAX does not keep, because they compile faster than
   `jax_persistent_cache_min_compile_time_secs`. A record that cannot be read or written is a warning.
   """
-  directory = jax.config.jax_compilation_cache_dir
-  if not directory or not jax.config.jax_enable_compilation_cache:
+  directory, is_enabled, least_seconds = (getattr(jax.config, setting) for setting in _SETTINGS)
+  if not directory or not is_enabled:
     return lowered.compile()
   _watch()
   _watched.inputs, _watched.is_hit = {}, False
@@ -58,7 +59,7 @@ def compile_program(lowered: Any, name: str) -> Any:
   compiled = lowered.compile()
   seconds = time.perf_counter() - start
   inputs, is_hit = _watched.inputs, _watched.is_hit
-  if inputs and (is_hit or seconds >= jax.config.jax_persistent_cache_min_compile_time_secs):
+  if inputs and (is_hit or seconds >= least_seconds):
     try:
       _report(epath.Path(directory), name, seconds, {'inputs': inputs, 'values': _values(lowered, compiled)}, is_hit)
     except Exception as error:  # of a disk, or of a store's client
