@@ -30,10 +30,9 @@ def record_wrong_kernels(directory: epath.Path, failures: Sequence[dict[str, Any
     write_durably(path, json.dumps(list(failures), indent=2).encode())
 
 
-def refuse_wrong_kernels(job: Job, mode: str, directory: epath.Path) -> Job:
+def refuse_wrong_kernels(job: Job, mode: str, directory: epath.Path | None) -> Job:
   """Returns the job; raises a UserError if it would use a kernel that is recorded as wrong in its directory."""
-  path = directory / WRONG_KERNELS_FILE
-  if mode not in _MODES or is_missing(path):
+  if mode not in _MODES or directory is None or is_missing(path := directory / WRONG_KERNELS_FILE):
     return job
   try:
     failures = [

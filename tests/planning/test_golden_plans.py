@@ -92,7 +92,7 @@ def test_memory_is_estimated_near_the_compilers(name):
 
 
 # Gaps between temporaries are at most 2% of the memory, but for these.
-GAPS = {'lm.Llama70BOnV6e': 0.15, 'lm.LongLlama8B': 0.06, SMALL[0]: 0.5}
+GAPS = {'lm.Llama70BOnV6e': 0.15, 'lm.LongLlama8B': 0.14, 'moe.DeepSeekV3Like': 0.03, SMALL[0]: 0.5}
 
 
 @pytest.mark.timeout(1800)

@@ -162,6 +162,7 @@ def test_the_mode_reports_each_kernel_and_a_job_does_not_train_with_a_wrong_one(
   with pytest.raises(UserError, match=f'the kernel splash wrong.*: take the plain computation, --set {plainly}, or'):
     prepare_job(job, 'train', directory)
   assert prepare_job(plain_job, 'train', directory)
+  assert prepare_job(job, 'preview', None)  # has no directory
   monkeypatch.undo()
 
   assert main.run(flags) == 0  # the kernel is mended
