@@ -122,8 +122,8 @@ class PrefillBatch(struct.PyTreeNode):
     sampling: arrays [P].
     adapters: int32 [P], the low-rank adapter of each row; 0 for none.
     masks: uint32 [P, W], the tokens that may come first (constraints.py); None if no request is constrained.
-    restored, saved: int32 [P], the snapshots with which states continue, and to which they are written, all different;
-      numbers from that of snapshots on for none. None if there are no snapshots.
+    restored, saved: int32 [P], the snapshot that each row's state continues from, and the one that it is written to. No
+      two rows save to the same one. A row without one has C, the number of snapshots, or more. None if C is 0.
     encoder_ids, encoder_lengths: int32 [P, E] and [P], the encoder's texts; None if the model has no encoder.
   """
 

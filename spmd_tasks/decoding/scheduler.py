@@ -286,10 +286,11 @@ class Scheduler:
       read.append((chunk, sequence))
     rows: list[_Row] = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
     self.num_prefills += 1
-    saved: dict[int | None, int] = {}  # by snapshot: the row that saves it, the last one of several
+    saved: dict[int, int] = {}  # snapshot -> the row that saves it, the last one of several
     for row, (chunk, sequence) in enumerate(read):
       for key in self._keys(sequence)[chunk.start // self._engine.prefill_chunk :][:1]:
-        saved[self._pool.share(self._texts[chunk.slot], key, chunk)] = row
+        if (snapshot := self._pool.share(self._texts[chunk.slot], key, chunk)) is not None:
+          saved[snapshot] = row
       self.num_chunks += 1
       self.num_prompt_tokens += chunk.stop - chunk.start
       if chunk.stop < len(chunk.request.ids):

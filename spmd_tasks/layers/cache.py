@@ -97,9 +97,12 @@ class KvCache(Protocol):
     ...
 
   def read(self, path: tuple[str, ...], num_rows: int, split_dims: SplitDims) -> EarlierTokens | None:
-    """Returns the tokens of earlier calls of the attention at `path`; None in a text's first call.
+    """Returns what another attention's `update` returned: the tokens of its earlier calls; None in a text's first call.
 
-    In a loop over layers, it is the attention of the last one. `split_dims` are those of its `update`.
+    Args:
+      path: of that attention. If a loop runs it, the loop's last layer is read.
+      num_rows: B.
+      split_dims: as in its `update`.
     """
     ...
 

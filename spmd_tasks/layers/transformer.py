@@ -186,8 +186,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
     parallel: whether `ffn` reads what `attention` reads, attention_norm(x), and there is no `ffn_norm`:
       x + attention(norm(x)) + ffn(norm(x)) (GPT-J: Wang and Komatsuzaki, 2021; PaLM, Cohere).
     residual_multiplier: factor of each sublayer's output before it is added (Granite).
-    layer_input: the sublayer that adds the layer's vector of a `layer_embedding`, after `ffn`, such as LayerInput; its
-      output is normalized as those of the others are. None for none.
+    layer_input: the sublayer after `ffn` that adds the layer's vector of a `layer_embedding`, such as LayerInput. Its
+      output is normalized like other sublayers' outputs. None if the model has no `layer_embedding`.
     output_scale: whether the block's output is multiplied by a weight `output_scale` [1] that is not trained (Gemma 4).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.

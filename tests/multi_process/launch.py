@@ -83,7 +83,7 @@ class Job:
       log_dir: where the logs go.
       num_devices: fake CPU devices per process.
       env: variables on top of this process's.
-      fresh: starts a new interpreter for rank 0, whose seed of `hash` differs from that of ranks that are forked.
+      fresh: starts a new interpreter for rank 0. Its `hash` of a string differs from the forked ranks'.
       server: the socket of the fork server; None takes the one that all processes use.
     """
     assert all(argv[0] == sys.executable for argv in argvs)

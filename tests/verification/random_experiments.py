@@ -71,6 +71,8 @@ class RandomExperiment(SyntheticLanguageModel):
   num_key_heads: int = 1
   value_head_dim: int = 4
   chunk_tokens: int = 64
+  feature_decays: bool = False
+  gate_rank: int | None = None
   is_grouped: bool = False  # each layer is a dense block and one with `ffn_kind`
   num_experts: int = 4
   num_selected: int = 2
@@ -172,6 +174,8 @@ class RandomExperiment(SyntheticLanguageModel):
         key_head_dim=6,
         value_head_dim=self.value_head_dim,
         chunk_tokens=self.chunk_tokens,
+        feature_decays=self.feature_decays,
+        gate_rank=self.gate_rank,
       )
       block = fdl.Config(BlockGroup, blocks=(fdl.copy_with(block, attention=net), block))
     stack = super().stack()
@@ -270,6 +274,8 @@ def draw_settings(rng: random.Random) -> Settings:
       'num_value_heads': key_heads * rng.choice([1, 2, 3]),
       'value_head_dim': rng.choice([3, 4, 10]),
       'chunk_tokens': rng.choice([2, 4, 64]),
+      'feature_decays': rng.random() < 0.5,
+      'gate_rank': rng.choice([None, 2, 5]),
     }
   return settings
 

@@ -181,7 +181,7 @@ class Family:
     if decoder.tied and name == self.names.head:
       return True
     names = self.names
-    unread = names.key, names.value, names.key_norm, 'self_attn.v_norm'  # of layers that read those of another
+    unread = names.key, names.value, names.key_norm, 'self_attn.v_norm'  # in layers that share keys and values
     for layer in range(decoder.num_layers - decoder.num_kv_shared, decoder.num_layers):
       if name in [f'{names.layer.format(layer)}{module}.weight' for module in unread]:
         return True

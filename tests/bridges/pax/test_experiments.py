@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 def dense_runs(run_pax_together, tmp_path_factory):
   """Trains DenseLmEma for 20 steps on 8 devices, and evaluates its averaged and its trained weights.
 
-  A copy of the job as it was after step 10 resumes with its saved config. Returns the directory of the job, that of the
-  copy, and the stderr of each run. DenseLmEma has the loss of DenseLm.
+  A copy of the job, made after step 10, resumes with its saved config. Returns both directories, and the stderr of each
+  run. DenseLmEma has the loss of DenseLm.
   """
   directory = tmp_path_factory.mktemp('dense')
   resumed = directory.with_name('resumed')
