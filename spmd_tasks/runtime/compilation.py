@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+import functools
 import os
 import time
 from typing import Any, Generic, Self, TypeVar
 
 import jax
+import numpy as np
 
 from spmd_tasks.activity import doing
 from spmd_tasks.errors import UserError, own_code_errors
@@ -50,8 +52,18 @@ class CompiledStep:
     trace_seconds, compile_seconds: how long tracing and compiling took; 0 before they are done.
   """
 
-  def __init__(self, jitted: Any, abstract_arguments: tuple[Any, ...], layout: InputLayout):
-    self._jitted, self._abstract_arguments = jitted, abstract_arguments
+  def __init__(
+    self,
+    jitted: Any,
+    abstract_arguments: tuple[Any, ...],
+    layout: InputLayout,
+    numbers: Sequence[np.ndarray] | None = None,
+  ):
+    """Takes a jitted function and its abstract arguments, with shardings.
+
+    If `numbers` are given, they are the function's last argument, a tuple, which calls of the step leave out.
+    """
+    self._jitted, self._abstract_arguments, self._numbers = jitted, abstract_arguments, numbers
     self._name = jitted.__name__.replace('_', ' ')
     self._compiled: Any = None
     self._lowered: Any = None
@@ -106,8 +118,15 @@ class CompiledStep:
         raise invalid_option_error(error) or error from error.__cause__
     self.compile_seconds = time.perf_counter() - start
 
+  @functools.cached_property
+  def _placed_numbers(self) -> tuple[Any, ...]:
+    if self._numbers is None:
+      return ()
+    place = lambda number, x: jax.make_array_from_callback((), x.sharding, lambda _: number)
+    return (tuple(map(place, self._numbers, self._abstract_arguments[-1])),)
+
   def __call__(self, *arguments: Any) -> Any:
-    return (self._compiled or self.compile())(*arguments)
+    return (self._compiled or self.compile())(*arguments, *self._placed_numbers)
 
 
 class StepOfSizes(CompiledStep):

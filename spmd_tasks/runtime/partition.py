@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, own_code_errors
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.compilation import CompiledStep, StepOfSizes, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
@@ -159,26 +159,36 @@ class PartitionedModel:
     return make_input_layout(spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
 
   def _train_step(self, layout: InputLayout) -> CompiledStep:
-    def train_step(padded_state, padded_batch):
+    numbers, task_with = self._step_numbers
+
+    def train_step(padded_state, padded_batch, numbers):
       with self.scope():
         on_device = _in_memory(padded_state, self.padded_state, jax.memory.Space.Device)
         state = self._constrain(padding.unpad(on_device, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
-        state, metrics = self.task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
+        task = task_with(numbers)
+        state, metrics = task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
         new_state = padding.pad(self._constrain(state), self.padded_state)
         if self.has_frozen_weights:  # reuse their buffers
           new_state = new_state.replace(weights=fill_in(self.trained_part(new_state).weights, padded_state.weights))
         return _in_memory(new_state, self.padded_state, jax.memory.Space.Host), metrics
 
     devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
+    replicated = NamedSharding(self.mesh, PartitionSpec())
     jitted = jax.jit(
       train_step,
-      in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
-      out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
+      in_shardings=(_shardings(self.padded_state), _shardings(layout.padded), replicated),
+      out_shardings=(_shardings(self.padded_state), replicated),
       donate_argnums=0,
       compiler_options=compiler_options(devices, self.tpu_options),
     )
-    return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
+    abstract_numbers = tuple(jax.ShapeDtypeStruct((), number.dtype, sharding=replicated) for number in numbers)
+    return CompiledStep(jitted, (self.padded_state, layout.padded, abstract_numbers), layout, numbers)
+
+  @functools.cached_property
+  def _step_numbers(self) -> Any:
+    with self.scope(), own_code_errors('the train step'):
+      return self.task.step_numbers(self.weight_specs, self.abstract_state)
 
   def eval_step(self, input_spec: InputSpec, *, keeps_examples: bool = False) -> 'EvaluationStep':
     """Returns the step `(padded state, placed batch) -> replicated clu Averages`.

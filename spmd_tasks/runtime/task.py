@@ -5,8 +5,9 @@ The steps of a task are pure functions of global arrays without padding. They kn
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import copy
 import dataclasses
 import sys
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
 from spmd_tasks.learning.learner import as_learner
+from spmd_tasks.learning.numbered_update import NumberedUpdate
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.sown_values import declared_updates, sown_values, warn_of_sown, without_sown
@@ -112,6 +114,16 @@ class BaseTask(Protocol):
   @abc.abstractmethod
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns a WeightSpec with split dims for each leaf of the learner's state."""
+
+  def step_numbers(
+    self, weight_specs: Any, abstract_state: TrainState
+  ) -> 'tuple[tuple[Any, ...], Callable[[Sequence[Any]], BaseTask]]':
+    """Returns the numbers that a compiled `train_step` takes as arguments, and a function from them to the task.
+
+    Tasks that differ only in these scalars have one compiled step. The default is no numbers.
+    """
+    del weight_specs, abstract_state
+    return (), lambda numbers: self
 
   @abc.abstractmethod
   def train_step(
@@ -377,6 +389,35 @@ class Task(BaseTask):
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns a WeightSpec with split dims for each leaf of the learner's state."""
     return self.learner.state_split_dims(abstract_learner, weight_specs)
+
+  def step_numbers(
+    self, weight_specs: Any, abstract_state: TrainState
+  ) -> tuple[tuple[Any, ...], Callable[[Sequence[Any]], BaseTask]]:
+    """Returns the numbers of the learner's update (numbered_update.py), and a function from them to the task."""
+    trained = without_frozen(abstract_state.weights, weight_specs)
+
+    def apply(grads: Any, loss: Any, step: Any, state: Any, weights: Any, factors: Any) -> Any:
+      return self.learner.update(grads, loss, step, state, weights, weight_specs, factors=factors)
+
+    update = NumberedUpdate.trace(
+      apply,
+      jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), trained),
+      jax.ShapeDtypeStruct((), jnp.float32),
+      abstract_state.step,
+      abstract_state.learner,
+      abstract_state.weights,
+      abstract_state.non_trainable.get(WEIGHT_FACTORS),
+    )
+
+    def with_numbers(numbers: Sequence[Any]) -> BaseTask:
+      def numbered(grads: Any, loss: Any, step: Any, state: Any, weights: Any, specs: Any, factors: Any = None) -> Any:
+        return update(numbers, grads, loss, step, state, weights, factors)
+
+      learner = copy.copy(self.learner)
+      object.__setattr__(learner, 'update', numbered)
+      return dataclasses.replace(self, learner=learner)
+
+    return update.numbers, with_numbers
 
   def train_step(
     self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False

@@ -55,13 +55,6 @@ class Shapes(Experiment):
     return product({'learning_rate': (0.1, 0.5), 'seed': range(2)})
 
 
-class Seeds(Shapes):
-  """Two jobs with one program."""
-
-  def sweep(self):
-    return product({'seed': range(2)})
-
-
 class Wrong(Shapes):
   """One of three jobs has a wrong value."""
 

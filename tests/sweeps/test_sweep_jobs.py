@@ -14,11 +14,10 @@ from tests.sweeps.small_sweeps import SHAPES
 
 NAMES = [f'learning_rate={rate},seed={seed}' for rate in (0.1, 0.5) for seed in (0, 1)]
 LAST_STEP = 6
-SEEDS = 'tests.sweeps.small_sweeps.Seeds'
 
 
-def command(directory: Path, *flags: object, exp: str = SHAPES) -> tuple[object, ...]:
-  return ('--exp', exp, '--mode', 'train', '--job_log_dir', directory, *flags)
+def command(directory: Path, *flags: object) -> tuple[object, ...]:
+  return ('--exp', SHAPES, '--mode', 'train', '--job_log_dir', directory, *flags)
 
 
 def results(job: Path) -> tuple[list[dict[str, float]], dict[str, bytes]]:
@@ -31,11 +30,23 @@ def results(job: Path) -> tuple[list[dict[str, float]], dict[str, bytes]]:
 
 
 @pytest.fixture(scope='module')
-def undisturbed(tmp_path_factory) -> Path:
-  """The directory of a sweep that nothing has disturbed."""
-  directory = tmp_path_factory.mktemp('undisturbed')
-  finished = binary.run_binary(*command(directory, '--sweep', 'all'))
+def directory(tmp_path_factory) -> Path:
+  return tmp_path_factory.mktemp('undisturbed')
+
+
+@pytest.fixture(scope='module')
+def finished(directory) -> binary.Finished:
+  """A sweep that nothing has disturbed, which says what it compiles."""
+  settings = {'JAX_COMPILATION_CACHE_DIR': '', 'JAX_LOGGING_LEVEL': 'DEBUG'}
+  finished = binary.run_binary(*command(directory, '--sweep', 'all'), env=settings)
   assert finished.returncode == exit_codes.OK, finished.stderr
+  return finished
+
+
+@pytest.fixture(scope='module')
+def undisturbed(directory, finished) -> Path:
+  """The directory of a sweep that nothing has disturbed."""
+  del finished
   return directory
 
 
@@ -59,10 +70,10 @@ def test_a_job_by_its_index_computes_what_it_computes_among_all(undisturbed, tmp
   assert results(tmp_path / NAMES[2]) == results(undisturbed / NAMES[2])
 
 
-def kill_at_step(directory: Path, name: str, step: int, signum: signal.Signals, **start) -> int:
+def kill_at_step(directory: Path, name: str, step: int, signum: signal.Signals) -> int:
   """Starts a sweep and signals it once a job has logged a step; returns the exit code."""
   flags = ('--sweep', 'all', '--set', 'seconds_per_batch=0.02')
-  process = binary.start_binary(*command(directory, *flags, **start))
+  process = binary.start_binary(*command(directory, *flags))
   deadline = time.monotonic() + 150
   while len(binary.metric_lines(directory / name)) < step:
     assert process.poll() is None, process.stderr.read()
@@ -104,14 +115,10 @@ def test_a_job_that_fails_ends_no_other(tmp_path):
   assert [name for name in NAMES if (tmp_path / name / 'metrics.jsonl').exists()] == [NAMES[0], *NAMES[2:]]
 
 
-def test_jobs_of_one_program_share_it(tmp_path):
-  """Two seeds: the second job compiles nothing."""
-  finished = binary.run_binary(
-    *command(tmp_path, '--sweep', 'all', exp=SEEDS),
-    env={'JAX_COMPILATION_CACHE_DIR': '', 'JAX_LOGGING_LEVEL': 'DEBUG'},
-  )
-  assert finished.returncode == exit_codes.OK, finished.stderr
-  first, second = finished.stderr.split('job 2 of 2')
+def test_jobs_that_differ_in_numbers_share_their_programs(finished):
+  """Two learning rates and two seeds: the first job compiles for all of them."""
+  first, *others = finished.stderr.split('spmd-tasks: job ')[1:]
   assert 'PERSISTENT COMPILATION CACHE MISS' in first
-  assert 'Persistent compilation cache hit' in second
-  assert 'PERSISTENT COMPILATION CACHE MISS' not in second
+  for other in others:
+    assert 'Persistent compilation cache hit' in other
+    assert 'PERSISTENT COMPILATION CACHE MISS' not in other
