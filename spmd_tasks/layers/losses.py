@@ -36,7 +36,8 @@ class LossOutput(struct.PyTreeNode):
       or has another weight; None for no such part.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar, or [E].
     per_example: name -> [B, ...], one value per row.
-    summaries: name -> an array of any shape: TensorBoard shows a histogram, a scalar is written like a metric.
+    summaries: name -> an array of any shape: TensorBoard shows a histogram, a scalar is written like a metric. Or an
+      Image, a Histogram or a Table (runtime/media.py); with microbatches, that of the first one with a weight.
     updated_variables: the model's variables beside its weights after a train step, by collection.
   """
 

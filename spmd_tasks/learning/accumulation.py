@@ -121,15 +121,18 @@ def _combine(outputs_M: Any, *, adds_aux: bool) -> Any:
     is_float = jnp.issubdtype(x_M.dtype, jnp.floating)
     return weighted_mean(x_M, is_used).astype(x_M.dtype) if is_float else x_M[substitutes[-1]]
 
+  def combine_summary(x_M: Any) -> Any:
+    if not isinstance(x_M, jax.Array):  # a picture or a table
+      return jax.tree.map(lambda leaf_M: leaf_M[substitutes[0]], x_M)
+    return weighted_mean(x_M, is_used) if x_M.ndim == 1 else x_M[substitutes]
+
   return outputs_M.replace(
     loss=loss if aux_loss is None else loss + aux_loss[0],
     weight=jnp.sum(weight),
     aux_loss=aux_loss,
     metrics={name: (weighted_mean(means, w), jnp.sum(w, axis=0)) for name, (means, w) in outputs_M.metrics.items()},
     per_example={name: _merge_microbatches(rows) for name, rows in outputs_M.per_example.items()},
-    summaries={
-      name: weighted_mean(x, is_used) if x.ndim == 1 else x[substitutes] for name, x in outputs_M.summaries.items()
-    },
+    summaries={name: combine_summary(x) for name, x in outputs_M.summaries.items()},
     updated_variables={
       name: jax.tree.map(functools.partial(combine_variable, is_factor=name == WEIGHT_FACTORS), tree)
       for name, tree in outputs_M.updated_variables.items()
@@ -166,9 +169,10 @@ def accumulate_gradients(
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss, metrics and `per_example` are
-    the full batch's in both modes. Scalar summaries are averaged over microbatches, others are stacked. Updated
-    variables are averaged over microbatches; weight factors, which are bounds, take their minimum. Microbatches of
-    weight 0 are ignored; in stacked summaries they repeat the first one with a weight.
+    the full batch's in both modes. Scalar summaries are averaged over microbatches, and other arrays are stacked; a
+    tree of arrays, such as an Image, is that of the first microbatch with a weight. Updated variables are averaged over
+    microbatches; weight factors, which are bounds, take their minimum. Microbatches of weight 0 are ignored; in stacked
+    summaries they repeat the first one with a weight.
   """
   adds = mode == 'sum'
   if is_sum is None:

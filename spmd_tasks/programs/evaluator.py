@@ -23,6 +23,7 @@ from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
+from spmd_tasks.runtime.media import Media, check_media_name
 from spmd_tasks.runtime.metrics import (
   METRICS_FILE,
   Metric,
@@ -68,6 +69,7 @@ class Evaluator:
       self._judges = Judges(job, model, {name: judge for name, judge in judges.items() if judge is not None})
       keeps_examples = keeps_examples or self._judges.want_scores
     self.examples: dict[str, dict[str, np.ndarray]] = {}
+    self.media: dict[str, dict[str, Media]] = {}
     self._histograms: dict[str, dict[str, np.ndarray]] = {}
     self._steps_by_shape = StepsByShape(functools.partial(model.eval_step, keeps_examples=keeps_examples))
     self._steps = {name: self._steps_by_shape.of(eval_set.element_spec()) for name, eval_set in self._inputs.items()}
@@ -114,6 +116,9 @@ class Evaluator:
 
     `place` names where the weights come from, if not from a checkpoint of the job.
     """
+    for metric, media in self.media.get(name, {}).items():
+      check_media_name(metric)
+      self._writer(name).write_media(step, metric, media)
     self._writer(name).write(step, metrics, place)
     self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
 
@@ -184,7 +189,7 @@ class Evaluator:
       look = f'look for ids or labels outside [0, vocab_size) in eval_inputs.{name}.'
       logging.warning('eval set %r: the loss of step %d is %s: %s', name, step, means['loss'], look)
     metrics = finish_metrics(means, source_names(self._inputs[name])) | {'num_batches': len(finished)}
-    scalars, self._histograms[name] = split_summaries(outputs)
+    scalars, self._histograms[name], self.media[name] = split_summaries(outputs)
     metrics |= scalars
     parts = [output.examples() for output in outputs]
     self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}

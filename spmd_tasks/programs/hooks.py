@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import tempfile
 import time
 from typing import Any, NamedTuple
@@ -57,7 +56,7 @@ from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_ta
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.flops import model_flops, peak_flops
 from spmd_tasks.runtime.input_layout import InputSpec
-from spmd_tasks.runtime.media import Media
+from spmd_tasks.runtime.media import Media, check_media_name
 from spmd_tasks.runtime.metrics import (
   MEDIA_DIRECTORY,
   Metric,
@@ -82,14 +81,15 @@ _CHECK_INTERVAL_S = 10.0
 class NewestEvals(NamedTuple):
   """The newest evals of all eval sets, after `step` (-1: none yet), and how long they took.
 
-  `metrics` and `examples` are by eval set. `examples` has the loss's per-example outputs by name, if a hook
-  `wants_examples`.
+  `metrics`, `examples` and `media` are by eval set. `examples` has the loss's per-example outputs by name, if a hook
+  `wants_examples`; `media` has its images, histograms and tables.
   """
 
   step: int = -1
   metrics: Mapping[str, Metrics] = {}
   seconds: float = 0.0
   examples: Mapping[str, Mapping[str, np.ndarray]] = {}
+  media: Mapping[str, Mapping[str, Media]] = {}
 
 
 class Logged(NamedTuple):
@@ -260,8 +260,7 @@ class TrainRun:
 
     Raises a UserError: the name, which is also a directory's, has other characters than letters, digits, _, - and /.
     """
-    if not re.fullmatch(r'[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*', name):
-      raise UserError(f'run.log() has the name {name!r}, which is also a directory: use letters, digits, _, - and /.')
+    check_media_name(name)
     for write in self.media_writers:
       write(self.step, name, media)
 
@@ -391,6 +390,8 @@ class Track(TrainHook):
       self._eval_step = run.evals.step
       for name, metrics in run.evals.metrics.items():
         self._log(run, run.evals.step, {f'eval/{name}/{metric}': value for metric, value in metrics.items()})
+        for metric, media in run.evals.media.get(name, {}).items():
+          self._log_media(run, run.evals.step, f'eval/{name}/{metric}', media)
 
   def _log(self, run: TrainRun, step: int, metrics: Mapping[str, Any]) -> None:
     numbers = {name: float(value) for name, value in metrics.items() if not isinstance(value, list)}
@@ -504,8 +505,10 @@ class LogMetrics(TrainHook):
       self._num_programs = self._compilations.num_programs
     if step % experiment.log_every_steps == 0 or step in (run.first_step + 1, experiment.num_train_steps):
       metrics = self._metrics(run, outcome)
-      summaries, histograms = split_summaries([jax.device_get(outcome.outputs)] if outcome.outputs else [])
+      summaries, histograms, media = split_summaries([jax.device_get(outcome.outputs)] if outcome.outputs else [])
       metrics |= summaries
+      for name, value in media.items():
+        run.log(name, value)  # before the line of the step, which names them
       self._writer.write(step, metrics)
       run.logged = Logged(step, metrics)
       self._writer.write_histograms(step, histograms)
@@ -660,7 +663,9 @@ class Evaluate(TrainHook):
         evals[name] = metrics
     if len(evals) < len(self._evaluator.names):
       return False
-    run.evals = NewestEvals(run.step, evals, time.perf_counter() - start, dict(self._evaluator.examples))
+    run.evals = NewestEvals(
+      run.step, evals, time.perf_counter() - start, dict(self._evaluator.examples), dict(self._evaluator.media)
+    )
     return True
 
 

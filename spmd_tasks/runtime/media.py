@@ -7,15 +7,21 @@
         run.log('answers', Table([{'prompt': 'a', 'answer': 'b'}]))
 
 Each becomes a file, `<job_log_dir>/media/filters/step_00000100.png`, which the next line of metrics.jsonl names.
+
+They are pytrees, so that a loss inside a compiled step can return them as summaries, with traced arrays and numbers:
+
+    LossOutput(..., summaries={'reconstruction': Image(predictions[0]), 'norms': Histogram(norms)})
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
+import re
 import struct
 from typing import Any
 import zlib
 
+import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -37,10 +43,13 @@ class Image:
   suffix = 'png'
 
   def __post_init__(self):
+    shape = np.shape(self.pixels)
+    if len(shape) not in (2, 3) or shape[2:] not in ((), *((n,) for n in _PNG_COLORS)) or 0 in shape:
+      raise UserError(f'Image has pixels of shape {shape}: give [H, W], or [H, W, 1 to 4 channels].')
+    if _is_traced(self.pixels):
+      return
     pixels = np.asarray(self.pixels)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-    if pixels.ndim != 3 or pixels.shape[2] not in _PNG_COLORS or 0 in pixels.shape:
-      raise UserError(f'Image has pixels of shape {np.shape(self.pixels)}: give [H, W], or [H, W, 1 to 4 channels].')
     if pixels.dtype != np.uint8:
       pixels = np.round(255 * np.clip(np.nan_to_num(np.asarray(pixels, np.float32)), 0, 1)).astype(np.uint8)
     object.__setattr__(self, 'pixels', pixels)
@@ -64,6 +73,8 @@ class Histogram:
   suffix = 'json'
 
   def __post_init__(self):
+    if _is_traced(self.values):
+      return
     values = np.asarray(self.values, np.float64).ravel()
     object.__setattr__(self, 'values', values[np.isfinite(values)])
 
@@ -81,6 +92,8 @@ class Table:
   suffix = 'json'
 
   def __post_init__(self):
+    if _is_traced(self.rows):
+      return
     rows = [{str(name): _cell(value) for name, value in row.items()} for row in self.rows]
     object.__setattr__(self, 'rows', rows)
 
@@ -102,6 +115,44 @@ class Table:
 
 
 Media = Image | Histogram | Table
+
+
+def _is_traced(tree: Any) -> bool:
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _register(cls: Any) -> None:
+  """Makes a class a pytree; texts are part of the structure. Nothing is checked or converted in between."""
+  [field] = dataclasses.fields(cls)
+
+  def flatten(media: Any) -> tuple[list[Any], Any]:
+    value = getattr(media, field.name)
+    # A dict would lose the order of the columns.
+    leaves, structure = jax.tree.flatten([tuple(row.items()) for row in value] if cls is Table else value)
+    texts = [x if isinstance(x, str) else None for x in leaves]
+    return [x for x in leaves if not isinstance(x, str)], (structure, *texts)
+
+  def unflatten(aux: Any, children: Any) -> Any:
+    structure, *texts = aux
+    rest, media = iter(children), object.__new__(cls)
+    value = structure.unflatten(next(rest) if text is None else text for text in texts)
+    object.__setattr__(media, field.name, [dict(row) for row in value] if cls is Table else value)
+    return media
+
+  jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+
+
+for _cls in (Image, Histogram, Table):
+  _register(_cls)
+
+
+def check_media_name(name: str) -> None:
+  """Raises a UserError if a name, which is also a directory's, has other characters than letters, digits, `_-/`."""
+  if not re.fullmatch(r'[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*', name):
+    raise UserError(
+      f'an image, a histogram or a table has the name {name!r}, which is also a directory: use letters, digits, _, - '
+      'and /.'
+    )
 
 
 def _cell(value: Any) -> Any:

@@ -11,6 +11,7 @@ Event files are written by TensorBoard's own record writer: clu's needs TensorFl
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import json
 import math
 import os
@@ -65,12 +66,18 @@ def finish_metrics(means: Mapping[str, np.typing.ArrayLike], sources: Sequence[s
   return metrics
 
 
-def split_summaries(outputs: Sequence[Any]) -> tuple[dict[str, Metric], dict[str, np.ndarray]]:
-  """Combines the summaries of the StepOutputs of batches: (means of scalars, all values of other summaries)."""
-  names = outputs[0].summaries if outputs else ()
+def split_summaries(outputs: Sequence[Any]) -> tuple[dict[str, Metric], dict[str, np.ndarray], dict[str, Media]]:
+  """Combines the summaries of the StepOutputs of batches, on the host.
+
+  Returns (means of scalars, all values of other arrays, the images, histograms and tables of the first batch).
+  """
+  first = outputs[0].summaries if outputs else {}
+  media = {name: dataclasses.replace(x) for name, x in first.items() if isinstance(x, Media)}
+  names = [name for name in first if name not in media]
   values = {name: [np.asarray(output.summaries[name], np.float64) for output in outputs] for name in names}
   means: dict[str, Metric] = {name: float(np.mean(arrays)) for name, arrays in values.items() if not arrays[0].ndim}
-  return means, {name: np.concatenate([x.ravel() for x in arrays]) for name, arrays in values.items() if arrays[0].ndim}
+  histograms = {name: np.concatenate([x.ravel() for x in arrays]) for name, arrays in values.items() if arrays[0].ndim}
+  return means, histograms, media
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:

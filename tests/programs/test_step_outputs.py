@@ -15,10 +15,12 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.learning import AdamW
 from spmd_tasks.programs.hooks import TrainHook
+from spmd_tasks.runtime.media import Histogram, Image, Table
 from tests import binary
 from tests.programs.own_experiments import Points, PointsIterator, Regression, Regressor, SquaredError
 
 SEEN = []
+MEDIA = {'inputs/x': 'png', 'spread': 'json', 'rows': 'json'}
 
 
 class WeightedIterator(PointsIterator):
@@ -45,11 +47,13 @@ class WeightedPoints(Points):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TellingError(SquaredError):
-  """The error of each row beside the loss, and summaries of both shapes."""
+  """The error of each row beside the loss, and summaries of all kinds."""
 
   def __call__(self, predictions, batch):
     errors = jnp.sum(jnp.square(predictions - batch['y']), axis=-1)
-    summaries = {'errors': errors, 'first_x': jnp.mean(batch['x'][:, 0])}
+    rows = [{'which': 'first', 'error': errors[0], 'a_label': True}]
+    media = {'inputs/x': Image(batch['x']), 'spread': Histogram(batch['x']), 'rows': Table(rows)}
+    summaries = {'errors': errors, 'first_x': jnp.mean(batch['x'][:, 0])} | media
     per_example = {'error': errors, 'prediction': predictions}
     return super().__call__(predictions, batch).replace(per_example=per_example, summaries=summaries)
 
@@ -111,6 +115,9 @@ def test_rows_are_those_of_the_batch(shape, num_microbatches):
   np.testing.assert_allclose(outputs.examples()['prediction'], predictions[rows], rtol=1e-4, atol=1e-5)
   np.testing.assert_allclose(np.sort(np.ravel(outputs.summaries['errors'])), np.sort(errors), rtol=1e-5)
   np.testing.assert_allclose(outputs.summaries['first_x'], batch['x'][:, 0].mean(), rtol=1e-5)
+  first = slice(next(m for m in range(6) if rows[m::num_microbatches].any()), None, num_microbatches)
+  np.testing.assert_array_equal(outputs.summaries['inputs/x'].pixels, batch['x'][first])  # of the first microbatch
+  np.testing.assert_allclose(outputs.summaries['rows'].rows[0]['error'], errors[first][0], rtol=1e-5)
   assert outputs.is_example.tolist() == rows.tolist()
 
 
@@ -130,13 +137,21 @@ def test_they_reach_hooks_metrics_events_and_the_files_of_evals(tmp_path):
   lines = {line['step']: line for line in binary.metric_lines(tmp_path / 'job')}
   assert lines[2]['first_x'] == pytest.approx(batches[1]['x'][:, 0].mean(), rel=1e-5)
   assert 'errors' not in lines[2]
-  assert (2, 'errors') in values_of(tmp_path / 'job')
+  events = values_of(tmp_path / 'job')
+  assert {(2, name) for name in ('errors', 'inputs/x', 'spread', 'rows')} <= events.keys()
+  files = [f'media/{name}/step_00000002.{suffix}' for name, suffix in MEDIA.items()]
+  assert sorted(lines[2]['media_files']) == sorted(files)
+  assert (tmp_path / 'job' / files[0]).read_bytes() == Image(batches[1]['x']).encode()
+  [row] = json.loads((tmp_path / 'job' / files[2]).read_text())
+  assert [*row.items()] == [('which', 'first'), ('error', row['error']), ('a_label', True)]
 
   _, _, evals = SEEN[1]
   weights = np.concatenate([batch['weights'][batch['weights'] > 0] for batch in batches])
   directory = tmp_path / 'job' / 'eval' / 'held_out'
   errors = evals['held_out']['error']
   recorded = {line['step']: line for line in binary.metric_lines(directory)}
+  assert sorted(recorded[2]['media_files']) == sorted(files)
+  assert (directory / files[0]).read_bytes() == Image(batches[0]['x']).encode()  # of the first batch
   assert recorded[2]['loss'] == pytest.approx(np.average(errors, weights=weights), rel=1e-5)
   tensor = values_of(directory)[2, 'errors'].tensor
   assert np.frombuffer(tensor.tensor_content, np.float64).reshape(-1, 3)[:, 2].sum() == 12  # of both batches
