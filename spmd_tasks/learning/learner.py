@@ -135,6 +135,12 @@ class BaseLearner(Protocol):
     del state
     return not averaged
 
+  def ema_decay_at(self, step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """Returns the decay of averages in the update at a step, if the learner has averages."""
+    del step
+    assert self.ema_decay is not None
+    return self.ema_decay
+
   def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
     """Returns the weights to evaluate: trained weights, or if `averaged` their average, and frozen weights."""
     return fill_in(state.ema_weights, weights) if averaged else weights
@@ -218,6 +224,10 @@ class Learner(BaseLearner):
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
       recent=None if self.spike_threshold is None else RecentSteps.empty(self.spike_window),
     )
+
+  def ema_decay_at(self, step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    decay = super().ema_decay_at(step)
+    return jnp.minimum(decay, (1 + step) / (10 + step)) if self.ema_warmup else decay
 
   def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
     """Returns whether `evaluation_weights` returns the trained weights. The state may be abstract."""
@@ -311,9 +321,7 @@ class Learner(BaseLearner):
     new_weights = keep_if_finite(is_applied, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
-      decay: float | jax.Array = self.ema_decay
-      if self.ema_warmup:
-        decay = jnp.minimum(decay, (1 + step) / (10 + step))
+      decay = self.ema_decay_at(step)
       average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)
       ema_weights = keep_if_finite(is_applied, average, ema_weights)
 

@@ -121,7 +121,9 @@ def restore_variables(
     saved = checkpointer.restore_weights(canonical.weights, restored.step)
     variables['params'] = fill_in(restored.state, saved.state)
   for name, abstract in wanted.items():
-    variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
+    # An average of `name`, if that is what the task evaluates, has another name in the state.
+    source = next(key for key, tree in canonical.non_trainable.items() if tree is abstract)
+    variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{source}').state
   if base is None:
     return RestoredVariables(model.from_canonical(variables, select), restored.step)
   base.check(restored, checkpointer.path)

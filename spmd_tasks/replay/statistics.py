@@ -33,6 +33,7 @@ class GradientLearner(BaseLearner):
 
   def __init__(self, learner: BaseLearner):
     self.num_microbatches, self.accumulation = learner.num_microbatches, learner.accumulation
+    self.ema_decay = learner.ema_decay  # so that the state has the same averages beside the weights
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     del weights, weight_specs
@@ -61,7 +62,7 @@ class GradientLearner(BaseLearner):
 def gradient_model(task: Task, model: PartitionedModel, experiment: Experiment) -> PartitionedModel:
   """Returns a model whose train step returns the gradients of `task` on `model` as the new weights."""
   return partition_spmd_model(
-    dataclasses.replace(task, learner=GradientLearner(task.learner), eval_with_ema=False),
+    dataclasses.replace(task, learner=GradientLearner(task.learner)),
     model.mesh,
     model.input_layout.spec,
     axis_rules=model.axis_rules,

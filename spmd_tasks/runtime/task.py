@@ -36,6 +36,7 @@ from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIG
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
+_AVERAGE_PREFIX = 'ema_'  # of a collection with averages: ema_batch_stats
 
 
 class TrainState(struct.PyTreeNode):
@@ -46,7 +47,8 @@ class TrainState(struct.PyTreeNode):
     rng: uint32[2], the data of the job's base key; step s uses the key `fold_in(rng, s)`.
     weights: the model's parameters, a tree of arrays.
     learner: optimizer state, averaged weights and counts of skipped steps.
-    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradients.
+    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradients. A task that
+      evaluates averaged weights also has the averages of these variables, such as `ema_batch_stats`.
   """
 
   step: Any
@@ -195,7 +197,8 @@ class Task(BaseTask):
       LossOutput, and may take `train` as the model does; or a Loss. The built task has a Loss.
     learner: turns gradients into new weights: an optimizer, such as `optax.adamw(1e-3)`, or a Learner around one. The
       built task has a BaseLearner.
-    eval_with_ema: evaluate, decode and serve averaged weights instead of raw ones; frozen weights have no average.
+    eval_with_ema: evaluate, decode and serve averaged weights instead of raw ones; frozen weights have no average. The
+      model's other floats, such as the statistics of BatchNorm, are averaged with the same decay.
     decode: how text is generated.
     trained: regular expressions that the names of trained weights match, such as ('lora_',). The other weights are
       frozen: they have no gradients and no optimizer state. None trains all weights.
@@ -262,7 +265,8 @@ class Task(BaseTask):
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Initializes the model's variables, boxed with their split dims; a variable without a box is replicated.
 
-    Leaves out sown values (sown_values.py). Logs once which arguments of the model keep their defaults.
+    Leaves out sown values (sown_values.py), and adds the averages of variables that are not weights. Logs once which
+    arguments of the model keep their defaults.
     """
 
     def init(variables: Variables, batch: Batch, rng: jax.Array) -> Variables:
@@ -275,7 +279,28 @@ class Task(BaseTask):
       return without_sown(variables, sown)
 
     with self._model_errors(batch), resolved_linen_boxes():
-      return explicitly(init, {}, batch, rng)
+      variables = explicitly(init, {}, batch, rng)
+    return variables | {f'{_AVERAGE_PREFIX}{name}': variables[name] for name in self._averaged_collections(variables)}
+
+  def _averaged_collections(self, variables: Variables) -> list[str]:
+    """Returns the names of the collections, beside the weights, of which averages are evaluated."""
+    own = [name for name in variables if not name.startswith(_AVERAGE_PREFIX)]
+    return [name for name in own if name not in ('params', WEIGHT_FACTORS)] if self.eval_with_ema else []
+
+  def with_averages(self, old: Variables, new: Variables, step: jax.typing.ArrayLike) -> Variables:
+    """Returns new non-trainable variables with their averages, given the old ones and the step of the update."""
+    if not self.eval_with_ema:
+      return new
+    weight = 1 - self.learner.ema_decay_at(step)
+
+    def move(average: jax.Array, value: jax.Array) -> jax.Array:
+      if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+      start = average.astype(jnp.float32)
+      return (start + weight * (value.astype(jnp.float32) - start)).astype(value.dtype)
+
+    averages = {f'{_AVERAGE_PREFIX}{name}': name for name in self._averaged_collections(old)}
+    return new | {average: jax.tree.map(move, old[average], new[name]) for average, name in averages.items()}
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the weights' WeightSpecs; frozen weights get the tag `frozen` and `frozen_dtype`.
@@ -351,7 +376,7 @@ class Task(BaseTask):
         return self.loss.compute(self.predict(variables, batch), batch, train=False)
       positional, named = self.arguments(batch, train=True)
       rngs = {} if rng is None else {'dropout': rng}
-      mutable = [name for name in variables if name != 'params']
+      mutable = [name for name in variables if name != 'params' and not name.startswith(_AVERAGE_PREFIX)]
       read = variables | self.constants(variables, batch)
       predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
       output = self.loss.compute(predictions, batch, train=True)
@@ -365,7 +390,9 @@ class Task(BaseTask):
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables to evaluate, with raw or averaged weights. `state` may be abstract."""
     weights = self.learner.evaluation_weights(state.learner, state.weights, averaged=self.eval_with_ema)
-    return state.variables | {'params': weights}
+    others = state.non_trainable
+    averages = {name: others[f'{_AVERAGE_PREFIX}{name}'] for name in self._averaged_collections(others)}
+    return state.variables | averages | {'params': weights}
 
   def evaluates_trained_weights(self, state: TrainState) -> bool:
     """Returns whether `evaluation_variables(state)` is `state.variables`. `state` may be abstract."""
@@ -460,9 +487,10 @@ class Task(BaseTask):
       factors=output.updated_variables.get(WEIGHT_FACTORS),
     )
     step = state.step + (1 - learner_metrics['skipped'].astype(jnp.int32))
-    non_trainable = keep_if_finite(
-      learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
+    non_trainable = self.with_averages(
+      state.non_trainable, state.non_trainable | dict(output.updated_variables), state.step
     )
+    non_trainable = keep_if_finite(learner_metrics['skipped'] == 0, non_trainable, state.non_trainable)
     metrics = {name: mean for name, (mean, _) in output.metrics.items()}
     if 'loss_by_source' in metrics:
       metrics['loss_weight_by_source'] = output.metrics['loss_by_source'][1]

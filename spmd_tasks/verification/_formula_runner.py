@@ -89,7 +89,8 @@ class FormulaRunner:
     state = _reshape(canonical, self.model.abstract_state)
     metrics, gradients, updated = self._compute_batch(state, batch)
     learner = state.learner.replace(opt_state={**state.learner.opt_state, 'gradients': gradients})
-    new_state = state.replace(learner=learner, non_trainable=state.non_trainable | updated)
+    others = self.task.with_averages(state.non_trainable, state.non_trainable | updated, state.step)
+    new_state = state.replace(learner=learner, non_trainable=others)
     return self._apply_learner(state, new_state, metrics)
 
   def steps(self, canonical: TrainState, batches: Sequence[Batch]) -> list[StepResult]:
@@ -115,10 +116,10 @@ class FormulaRunner:
 
   def evaluation_variables(self, state: TrainState) -> Any:
     """Returns the variables to evaluate of a canonical state, in true shapes."""
-    weights = state.weights
+    variables = self.task.evaluation_variables(state)
     if self.task.eval_with_ema:
-      weights = fill_in(state.learner.ema_weights, weights)
-    return _reshape(state.replace(weights=weights).variables, self.model.abstract_state.variables)
+      variables |= {'params': fill_in(state.learner.ema_weights, state.weights)}
+    return _reshape(variables, self.model.abstract_state.variables)
 
   def evaluate(self, variables: Any, batches: Sequence[Batch]) -> Leaves:
     """Returns the metrics of an eval set: means over all tokens with nonzero weights."""

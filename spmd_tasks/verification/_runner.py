@@ -44,6 +44,9 @@ class _GradientRecorder(BaseLearner):
   def check_variables(self, variables: Mapping[str, Any]) -> None:
     self.learner.check_variables(variables)
 
+  def ema_decay_at(self, step: Any) -> Any:
+    return self.learner.ema_decay_at(step)
+
   def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
     return self.learner.evaluates_trained_weights(state, averaged=averaged)
 

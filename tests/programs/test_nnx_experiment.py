@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks import Task, load
+from spmd_tasks import Learner, Task, load
 from spmd_tasks.adapters import LowRankAdapter, add_adapters
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -150,8 +150,8 @@ class Tuned(nnx.Module):
     return self.base(batch['x']) * self.scale[None] + self.shift[None]
 
 
-def make_model(model, shape=(1, 4, 2), **settings):
-  task = Task(model=model, loss=lambda y, batch: jnp.mean(jnp.square(y)), learner=optax.sgd(0.1), **settings)
+def make_model(model, shape=(1, 4, 2), learner=optax.sgd(0.1), **settings):
+  task = Task(model=model, loss=lambda y, batch: jnp.mean(jnp.square(y)), learner=learner, **settings)
   mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
   return partition_spmd_model(task, mesh, {'x': jax.ShapeDtypeStruct((8, 6), jnp.float32)}, default_split_dim='data')
 
@@ -169,6 +169,32 @@ def test_flax_adapters_are_trained_beside_frozen_kernels(dtype):
   assert np.any(before.weights['base']['lora']['lora_b'] != after.weights['base']['lora']['lora_b'])
   assert (before.non_trainable['batch_stats']['calls'], after.non_trainable['batch_stats']['calls']) == (0, 1)
   np.testing.assert_array_equal(after.non_trainable['Variable']['shift'], np.arange(10))
+
+
+class Normed(nnx.Module):
+  def __init__(self, *, rngs: nnx.Rngs):
+    self.norm, self.linear = nnx.BatchNorm(6, momentum=0.5, rngs=rngs), nnx.Linear(6, 3, rngs=rngs)
+
+  def __call__(self, x):
+    return self.linear(self.norm(x))
+
+
+def test_averaged_weights_are_evaluated_with_averaged_statistics():
+  """Two steps: the decay is at most (1 + 0) / (10 + 0), then (1 + 1) / (10 + 1)."""
+  learner = Learner(optimizer=optax.sgd(0.1), ema_decay=0.5, ema_warmup=True)
+  model = make_model(Normed, (1, 1, 1), learner=learner, eval_with_ema=True)
+  x = np.random.default_rng(0).normal(2, 3, (8, 6)).astype(np.float32)
+  state, batch = model.init(0), model.train_step.place({'x': x})
+  averages = jax.device_get(state.non_trainable['batch_stats'])
+  for decay in (1 / 10, 2 / 11):
+    state, _ = model.train_step(state, batch)
+    statistics = jax.device_get(state.non_trainable['batch_stats'])
+    averages = jax.tree.map(lambda e, s, decay=decay: decay * e + (1 - decay) * s, averages, statistics)
+  weights, norm = jax.device_get(state.learner.ema_weights), averages['norm']
+  normed = (x - norm['mean']) / np.sqrt(norm['var'] + 1e-5) * weights['norm']['scale'] + weights['norm']['bias']
+  expected = np.mean(np.square(normed @ weights['linear']['kernel'] + weights['linear']['bias']))
+  step = model.eval_step({'x': jax.ShapeDtypeStruct((8, 6), jnp.float32)})
+  np.testing.assert_allclose(step(state, batch)['loss'].compute(), expected, rtol=1e-5)
 
 
 def test_the_config_of_an_nnx_module_takes_no_adapters():

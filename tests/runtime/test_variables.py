@@ -54,10 +54,10 @@ class Model(nn.Module):
     return {'logits': x @ table.T}
 
 
-def make_model(shape=(1, 2, 4), num_microbatches=1, stack=TransformerStack, **settings):
+def make_model(shape=(1, 2, 4), num_microbatches=1, stack=TransformerStack, eval_with_ema=True, **settings):
   stack = stack(block=Block(), num_layers=2, **settings)
   learner = Learner(optimizer=AdamW(learning_rate=1e-2), num_microbatches=num_microbatches, ema_decay=0.9)
-  task = Task(model=Model(stack), loss=LanguageModelLoss(), learner=learner, eval_with_ema=True)
+  task = Task(model=Model(stack), loss=LanguageModelLoss(), learner=learner, eval_with_ema=eval_with_ema)
   mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
   return partition_spmd_model(task, mesh, SPEC, axis_rules=DEFAULT_AXIS_RULES)
 
@@ -120,6 +120,18 @@ def test_statistics_are_averaged_over_microbatches(on_mesh):
   np.testing.assert_allclose(first(state), first(whole), rtol=1e-5, atol=1e-7)
 
 
+def averaged_statistics():
+  """The averages over steps, in NumPy, of the statistics of a job that evaluates trained weights."""
+  model = make_model((1, 1, 1), eval_with_ema=False)
+  state = model.init(0)
+  averages = jax.device_get(state.non_trainable)
+  assert averages.keys() == {'batch_stats', 'activity'}
+  for batch in batches():
+    state, _ = model.train_step(state, model.train_step.place(batch))
+    averages = jax.tree.map(lambda e, x: 0.9 * e + 0.1 * np.asarray(x), averages, jax.device_get(state.non_trainable))
+  return averages
+
+
 def test_variables_are_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_mesh, tmp_path):
   model, state, _, canonical = on_mesh
   checkpointer = Checkpointer(tmp_path)
@@ -133,7 +145,13 @@ def test_variables_are_restored_on_another_mesh_and_evaluated_with_averaged_weig
   checkpointer.close()
   batch = next(batches())
   step = other.eval_step(SPEC)
-  averaged = {'params': canonical.learner.ema_weights, **canonical.non_trainable}
+  statistics = averaged_statistics()
+  averaged = {'params': canonical.learner.ema_weights, **statistics}
+  assert_same_statistics(
+    canonical.replace(non_trainable={name: canonical.non_trainable[f'ema_{name}'] for name in statistics}),
+    statistics,
+    1e-5,
+  )
   expected = jax.jit(lambda variables: model.task.compute_loss(variables, batch, train=False).loss)(averaged)
   actual = step.with_variables(variables, step.place(batch), jnp.int32(5))['loss'].compute()
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
