@@ -56,11 +56,12 @@ def _num_expert_partitions(spec: Any) -> int:
   return num_parts(spec_axes(resolved, len(spec.shape))[spec.stacked], scope.mesh.shape)
 
 
-def fill_in_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
-  """Fills in the float32 steps of balance biases, for which `steps` has None: `rate * sign(load violation)`."""
-  return jax.tree.map(
-    lambda spec, grad, step: rate * jnp.sign(grad) if BALANCE_BIAS_TAG in spec.tags else step,
-    weight_specs,
-    grads,
-    steps,
-  )
+def update_balance_biases(weights: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
+  """Returns the weights with balance biases moved by `rate * sign(load violation)`, and other weights unchanged."""
+
+  def update(spec: Any, weight: jax.Array, grad: jax.Array) -> jax.Array:
+    if BALANCE_BIAS_TAG not in spec.tags:
+      return weight
+    return (weight.astype(jnp.float32) - rate * jnp.sign(grad)).astype(weight.dtype)
+
+  return jax.tree.map(update, weight_specs, weights, grads)

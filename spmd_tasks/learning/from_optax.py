@@ -27,7 +27,7 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.evaluation_weights import LookaheadWithSlow
-from spmd_tasks.learning.layerwise import layerwise
+from spmd_tasks.learning.layerwise import are_layers_apart, layerwise
 from spmd_tasks.learning.optimizers import Optimizer
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
@@ -125,6 +125,38 @@ class FromOptax(Optimizer):
         f'{expected_shapes.get(name)}: correct it, or choose another optimizer.'
       )
 
+  def _functions(self, names: Sequence[str]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns optax's (init, update) for the weights of single layers; `update` also takes the named arguments."""
+
+    def init(weights: Any) -> Any:
+      rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
+      state = self._build(rate).init(weights)
+      return LookaheadWithSlow(state, slow=weights) if isinstance(state, optax.LookaheadState) else state
+
+    def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
+      extra_args = dict(zip(names, arguments))
+      transformation = self._build(extra_args.pop(_LEARNING_RATE, None))
+      with self._explain_errors():
+        if isinstance(state, LookaheadWithSlow):
+          params = optax.LookaheadParams(fast=weights, slow=state.slow)
+          updates, new = transformation.update(grads, state.lookahead, params, **extra_args)
+          return updates.fast, LookaheadWithSlow(new, optax.apply_updates(state.slow, updates.slow))
+        try:
+          updates, new = transformation.update(grads, state, weights, **extra_args)
+        except TypeError as error:  # sam takes no extra arguments, alone or in a chain, which passes them on
+          if 'unexpected keyword argument' not in str(error):
+            raise
+          updates, new = transformation.update(grads, state, weights)
+      return updates, new
+
+    return init, update
+
+  def updates_layers_apart(self, weight_specs: Any) -> bool:
+    """Whether no layer's update reads another layer."""
+    rate = {} if self.learning_rate is None else {_LEARNING_RATE: jnp.float32(0)}
+    arguments = {**rate, 'value': jnp.float32(0)}
+    return are_layers_apart(*self._functions(tuple(arguments)), weight_specs, self._name(), (*arguments.values(),))
+
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to directions, for Learner.
 
@@ -133,28 +165,7 @@ class FromOptax(Optimizer):
     """
 
     def layerwise_functions(names: Sequence[str]) -> Any:
-      def init(weights: Any) -> Any:
-        rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
-        state = self._build(rate).init(weights)
-        return LookaheadWithSlow(state, slow=weights) if isinstance(state, optax.LookaheadState) else state
-
-      def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
-        extra_args = dict(zip(names, arguments))
-        transformation = self._build(extra_args.pop(_LEARNING_RATE, None))
-        with self._explain_errors():
-          if isinstance(state, LookaheadWithSlow):
-            params = optax.LookaheadParams(fast=weights, slow=state.slow)
-            updates, new = transformation.update(grads, state.lookahead, params, **extra_args)
-            return updates.fast, LookaheadWithSlow(new, optax.apply_updates(state.slow, updates.slow))
-          try:
-            updates, new = transformation.update(grads, state, weights, **extra_args)
-          except TypeError as error:  # sam takes no extra arguments, alone or in a chain, which passes them on
-            if 'unexpected keyword argument' not in str(error):
-              raise
-            updates, new = transformation.update(grads, state, weights)
-        return updates, new
-
-      return layerwise(init, update, weight_specs, self._name())
+      return layerwise(*self._functions(names), weight_specs, self._name())
 
     def init(weights: Any) -> Any:
       state = layerwise_functions(())[0](weights)
@@ -174,9 +185,10 @@ class FromOptax(Optimizer):
       *,
       is_finite: jax.typing.ArrayLike,
       step: Any = None,
+      layer_numbers: Any = None,
       **extra_args: Any,
     ) -> tuple[Any, Any]:
-      del step  # optax's optimizers count their own steps
+      del step, layer_numbers  # optax's optimizers count their own steps
       arguments = {name: x for name, x in extra_args.items() if x is not None}
       updates, new_state = layerwise_functions(tuple(arguments))[1](grads, state, weights, *arguments.values())
       self._check_shapes('an update', updates, weights)

@@ -10,10 +10,12 @@ on 80 layers is one computation on [80, D, F]. Its state is stacked like the wei
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import contextvars
+import dataclasses
 import math
 from typing import Any
 
 import jax
+from jax.interpreters.partial_eval import dce_jaxpr
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,6 +123,41 @@ def layerwise(
     return _join(update_program.outputs, update_program.evaluate(leaves), stacks)
 
   return init_layers, update_layers
+
+
+def are_layers_apart(
+  init: Callable[[Any], Any],
+  update: Callable[..., tuple[Any, Any]],
+  weight_specs: Any,
+  name: str,
+  arguments: Sequence[Any],
+) -> bool:
+  """Returns whether the update of a layer, and of its state, reads no other layer of its weight or of another.
+
+  The functions are those of `layerwise`. They are traced for stacks of two layers.
+  """
+  short = [
+    dataclasses.replace(spec, shape=(*[2] * min(n, 1), *[1] * (n - 1), *spec.shape[n:]))
+    for spec in jax.tree.leaves(weight_specs)
+    for n in [spec.num_separate_dims]
+  ]
+  tree = jax.tree.structure(weight_specs).unflatten([_Stack(spec, i) for i, spec in enumerate(short)])
+  init_program, update_program = _trace([init, update], tree, arguments, name)
+  weights = jax.tree.map(lambda stack: stack.abstract(), tree)
+  layer_names = lambda tree: [
+    (node.weight, i) if _is_layers(node) else None
+    for node in jax.tree.leaves(tree, is_leaf=_is_layers)
+    for i, layer in enumerate(node.layers if _is_layers(node) else [node])
+    for _ in jax.tree.leaves(layer)
+  ]
+  names = [*layer_names(weights), *layer_names(init_program.outputs), *layer_names(weights)]
+  names += [None] * (len(update_program.jaxpr.in_avals) - len(names))
+  outputs = names[: len(update_program.jaxpr.out_avals)]  # in place of the gradients, updates
+  for layer in {*outputs}:
+    _, is_used = dce_jaxpr(update_program.jaxpr.jaxpr, [each == layer for each in outputs])
+    if {each for each, used in zip(names, is_used) if used} - {layer, None}:
+      return False
+  return True
 
 
 class _Stack:

@@ -18,18 +18,18 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
-from spmd_tasks.learning.expert_weights import fill_in_balance_bias_steps, scale_expert_grads
+from spmd_tasks.learning.expert_weights import scale_expert_grads, update_balance_biases
 from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
+from spmd_tasks.learning.host_state import host_state_specs, streamed
 from spmd_tasks.learning.optimizers import Optimizer, OptimizerSettings
-from spmd_tasks.learning.skipping import keep_if_finite, skippable
+from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, skippable
 from spmd_tasks.learning.spikes import RecentSteps
 from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import (
   BALANCE_BIAS_TAG,
-  PINNED_HOST,
   WEIGHT_FACTORS,
   leaf_name,
   leaves_by_name,
@@ -165,8 +165,8 @@ class Learner(BaseLearner):
     spike_threshold: a step is skipped if its loss or gradient norm lies more than this many standard deviations above
       the mean of the last `spike_window` steps; see `spikes.py`. None: only non-finite steps are skipped.
     spike_window: the number of recent steps with which a step is compared.
-    state_on_host: whether the optimizer's state is in the host's pinned memory between updates, which copy it to the
-      device and back. Numbers are the same.
+    state_on_host: whether the optimizer's state is in the host's pinned memory; an update has that of a few layers on
+      the device at a time (`host_state.py`). Numbers are the same.
   """
 
   optimizer: Optimizer | optax.GradientTransformation | optax.MultiSteps
@@ -287,16 +287,18 @@ class Learner(BaseLearner):
     )
     rate = self.optimizer.learning_rate
     learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
-    transformation = skippable(self.optimizer.transformation(optimized_specs))
-
-    def optimize(grads: Any, opt_state: Any, is_finite: Any = True) -> tuple[Any, Any]:
-      extra_args = {'is_finite': is_finite, 'learning_rate': learning_rate, 'value': loss, 'step': step}
-      return transformation.update(grads, opt_state, _float32(optimized_weights), **extra_args)
-
+    extra_args = {'learning_rate': learning_rate, 'value': loss, 'step': step}
     if isinstance(self.optimizer, OptimizerSettings):  # an optimizer of our own, which reads all gradients
       is_unread = jax.tree.map(lambda _: False, optimized_grads)
     else:
-      is_unread = unread_gradients(optimize, optimized_grads, state.opt_state)
+      transformation, float32_weights = self.optimizer.transformation(optimized_specs), _float32(optimized_weights)
+      is_unread = unread_gradients(
+        lambda grads, opt_state: skippable(transformation).update(
+          grads, opt_state, float32_weights, is_finite=True, **extra_args
+        ),
+        optimized_grads,
+        jax.eval_shape(transformation.init, float32_weights),
+      )
     optimized_grads = jax.tree.map(lambda g, unread: jnp.zeros_like(g) if unread else g, optimized_grads, is_unread)
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and NaN propagate through the sum of squares.
@@ -308,17 +310,18 @@ class Learner(BaseLearner):
       recent = keep_if_finite(is_finite, recent.append(jnp.minimum(values, limits)), recent)
     if self.clip_global_norm is not None:
       # The scale is exactly 1 up to the threshold, and never divides by zero.
-      scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
-      optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
-    directions, opt_state = optimize(optimized_grads, state.opt_state, is_applied)
-    steps = directions
-    if not self.optimizer.applies_learning_rate:
-      steps = jax.tree.map(lambda d: learning_rate * d, directions)
-    steps = fill_in_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
-    new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
+      extra_args['clip_scale'] = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
+    rule = self._update_rule(optimized_specs)
+    if self.state_on_host:
+      rule = streamed(self._update_rule, self.optimizer, optimized_specs)
+    new_weights, opt_state = rule.update(
+      optimized_grads, state.opt_state, optimized_weights, is_finite=is_applied, **extra_args
+    )
+    biases = update_balance_biases(weights, grads, weight_specs, self.balance_bias_rate)
+    new_weights = fill_in(new_weights, keep_if_finite(is_applied, biases, weights))
     if factors is not None:
+      factors = jax.tree.map(lambda factor: jnp.where(is_applied, factor, 1), factors)
       new_weights = multiply_by_factors(new_weights, weight_specs, factors)
-    new_weights = keep_if_finite(is_applied, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
       decay = self.ema_decay_at(step)
@@ -346,22 +349,42 @@ class Learner(BaseLearner):
       metrics['learning_rate'] = learning_rate
     return fill_in(new_weights, all_weights), new_state, metrics
 
+  def _update_rule(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the optimizer's transformation whose `update` takes the weights themselves and returns the new ones.
+
+    It also takes `clip_scale`, by which gradients are multiplied if `clip_global_norm` is set.
+    """
+    transformation = skippable(self.optimizer.transformation(weight_specs))
+
+    def update(
+      grads: Any, state: Any, weights: Any, *, is_finite: Any, learning_rate: Any, clip_scale: Any = None, **others: Any
+    ) -> tuple[Any, Any]:
+      if clip_scale is not None:
+        grads = jax.tree.map(lambda g: g * clip_scale, grads)
+      steps, state = transformation.update(
+        grads, state, _float32(weights), is_finite=is_finite, learning_rate=learning_rate, **others
+      )
+      if not self.optimizer.applies_learning_rate:
+        steps = jax.tree.map(lambda direction: learning_rate * direction, steps)
+      new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
+      return keep_if_finite(is_finite, new_weights, weights), state
+
+    return SkippableTransformation(transformation.init, update)
+
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns a WeightSpec per leaf of the abstract state: moments and averages are split like their weights."""
     weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = _optimized(weight_specs, weight_specs)
-    opt_state = optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs)
+    state_specs = optimizer_specs.state_weight_specs
     if self.state_on_host:
       if has_evaluation_weights(abstract_state.opt_state):
         raise UserError(
           f'learner.state_on_host is True, but evals need the state of {type(self.optimizer).__name__}: set it to '
           'False, or choose an optimizer that evaluates the weights that it trains.'
         )
-      opt_state = jax.tree.map(
-        lambda spec: dataclasses.replace(spec, memory_kind=PINNED_HOST) if spec.shape else spec, opt_state
-      )
+      state_specs = host_state_specs
     return abstract_state.replace(
-      opt_state=opt_state,
+      opt_state=state_specs(abstract_state.opt_state, optimized_specs),
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
       num_skipped=replicated_spec(abstract_state.num_skipped),
       num_skipped_in_a_row=replicated_spec(abstract_state.num_skipped_in_a_row),

@@ -10,6 +10,7 @@ MultiOptimizer(
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -56,17 +57,29 @@ class MultiOptimizer(Optimizer):
   def needs_weight_factors(self) -> bool:
     return any(optimizer.needs_weight_factors for _, optimizer in self.optimizers)
 
-  def transformation(self, weight_specs: Any) -> SkippableTransformation:
-    """Returns the transformation from gradients to steps; its state is a tuple of the optimizers' states.
+  def updates_layers_apart(self, weight_specs: Any) -> bool:
+    """Whether all of the optimizers do."""
+    indices = self._indices(weight_specs)
+    return all(
+      optimizer.updates_layers_apart(_select(indices, weight_specs, i))
+      for i, (_, optimizer) in enumerate(self.optimizers)
+    )
 
-    Raises a UserError if a pattern matches no weight, or only weights that an earlier pattern matches.
-    """
+  def _indices(self, weight_specs: Any) -> Any:
+    """Returns a tree with the index of each weight's optimizer; -1 for none."""
 
     def optimizer_index(path: Any, spec: Any) -> int:
       name = leaf_name(path)
       return next((i for i, (pattern, _) in enumerate(self.optimizers) if compile_pattern(pattern).match(name)), -1)
 
-    indices = jax.tree_util.tree_map_with_path(optimizer_index, weight_specs)
+    return jax.tree_util.tree_map_with_path(optimizer_index, weight_specs)
+
+  def transformation(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the transformation from gradients to steps; its state is a tuple of the optimizers' states.
+
+    Raises a UserError if a pattern matches no weight, or only weights that an earlier pattern matches.
+    """
+    indices = self._indices(weight_specs)
     for i, (pattern, _) in enumerate(self.optimizers):
       if i not in jax.tree.leaves(indices):
         raise UserError(
@@ -74,9 +87,7 @@ class MultiOptimizer(Optimizer):
           'patterns: correct or remove it.'
         )
 
-    def select(tree: Any, i: int) -> Any:
-      return jax.tree.map(lambda index, leaf: leaf if index == i else None, indices, tree)
-
+    select = functools.partial(_select, indices)
     transformations = [
       skippable(optimizer.transformation(select(weight_specs, i))) for i, (_, optimizer) in enumerate(self.optimizers)
     ]
@@ -84,13 +95,23 @@ class MultiOptimizer(Optimizer):
     def init(weights: Any) -> tuple[Any, ...]:
       return tuple(transformation.init(select(weights, i)) for i, transformation in enumerate(transformations))
 
-    def update(grads: Any, state: Any, weights: Any = None, *, step: Any, learning_rate: Any, **extra_args: Any) -> Any:
+    def update(
+      grads: Any,
+      state: Any,
+      weights: Any = None,
+      *,
+      step: Any,
+      learning_rate: Any,
+      layer_numbers: Any = None,
+      **extra_args: Any,
+    ) -> Any:
       steps, new_states = jax.tree.map(jnp.zeros_like, grads), []
       for i, (_, optimizer) in enumerate(self.optimizers):
         rate = learning_rate_at(optimizer.learning_rate, step)
-        directions, new_state = transformations[i].update(
-          select(grads, i), state[i], select(weights, i), step=step, learning_rate=rate, **extra_args
-        )
+        own_args = {'step': step, 'learning_rate': rate, **extra_args}
+        if layer_numbers is not None:
+          own_args['layer_numbers'] = select(layer_numbers, i)
+        directions, new_state = transformations[i].update(select(grads, i), state[i], select(weights, i), **own_args)
         if not optimizer.applies_learning_rate:
           directions = jax.tree.map(lambda d, rate=rate: rate * d, directions)
         steps = jax.tree.map(lambda index, s, d, i=i: d if index == i else s, indices, steps, directions)
@@ -98,3 +119,7 @@ class MultiOptimizer(Optimizer):
       return steps, tuple(new_states)
 
     return SkippableTransformation(init, update)
+
+
+def _select(indices: Any, tree: Any, i: int) -> Any:
+  return jax.tree.map(lambda index, leaf: leaf if index == i else None, indices, tree)

@@ -28,26 +28,42 @@ from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import replicated_spec
 
-_LeafSpec = Callable[[str, Any, WeightSpec | None], WeightSpec]  # (name, leaf, its weight or None)
-
 
 def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
   """Returns a tree with one WeightSpec (shape, dtype, split dims) per leaf of an optimizer state, abstract or not."""
-  weights_treedef: Any = jax.tree.structure(weight_specs)
-  weights_with_paths = jax.tree_util.tree_flatten_with_path(weight_specs)[0]
+  return _map_state(_leaf_spec, abstract_state, weight_specs)
 
-  def visit_leaves(prefix: str, node: Any, weight: Any, leaf_spec: _LeafSpec) -> Any:
+
+def weight_indices(abstract_state: Any, weight_specs: Any) -> Any:
+  """Returns a tree with the index of each leaf's weight among all weights; -1 for a leaf that belongs to no weight."""
+  weights, treedef = jax.tree.flatten(weight_specs)
+
+  def weight_index(name: str, leaf: Any, weight: int | None, **kind: Any) -> int:
+    return -1 if weight is None else weight
+
+  return _map_state(weight_index, abstract_state, treedef.unflatten(range(len(weights))))
+
+
+def _map_state(function: Callable[..., Any], state: Any, weights: Any) -> Any:
+  """Maps function(name, leaf, weight) over an optimizer state; the weight is None for a leaf that belongs to none.
+
+  For Adafactor's factored moments the function also gets `is_row`: whether it is `v_row` or `v_col`.
+  """
+  weights_treedef: Any = jax.tree.structure(weights)
+  weights_with_paths = jax.tree_util.tree_flatten_with_path(weights)[0]
+
+  def visit_leaves(prefix: str, node: Any, weight: Any, function: Callable[..., Any]) -> Any:
     return jax.tree_util.tree_map_with_path(
-      lambda path, leaf: leaf_spec(prefix + jax.tree_util.keystr(path), leaf, weight), node
+      lambda path, leaf: function(prefix + jax.tree_util.keystr(path), leaf, weight), node
     )
 
-  def visit(name: str, node: Any, leaf_spec: _LeafSpec) -> Any:
+  def visit(name: str, node: Any, function: Callable[..., Any]) -> Any:
     if isinstance(node, optax.FactoredState):
       return optax.FactoredState(
-        count=visit_leaves(f'{name}.count', node.count, None, _leaf_spec),
-        v_row=visit(f'{name}.v_row', node.v_row, functools.partial(_factored_spec, is_row=True)),
-        v_col=visit(f'{name}.v_col', node.v_col, functools.partial(_factored_spec, is_row=False)),
-        v=visit(f'{name}.v', node.v, _leaf_spec),
+        count=visit_leaves(f'{name}.count', node.count, None, function),
+        v_row=visit(f'{name}.v_row', node.v_row, functools.partial(function, is_row=True)),
+        v_col=visit(f'{name}.v_col', node.v_col, functools.partial(function, is_row=False)),
+        v=visit(f'{name}.v', node.v, function),
       )
     try:
       nodes = weights_treedef.flatten_up_to(node)
@@ -55,22 +71,24 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
       treedef: Any
       children, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
       if treedef == jax.tree.structure(0):
-        return visit_leaves(name, node, None, leaf_spec)
-      return treedef.unflatten([visit(name + jax.tree_util.keystr(path), child, leaf_spec) for path, child in children])
+        return visit_leaves(name, node, None, function)
+      return treedef.unflatten([visit(name + jax.tree_util.keystr(path), child, function) for path, child in children])
     # In place of a weight there may also be nothing (optax.MaskedNode, None) or a small tree.
     return weights_treedef.unflatten(
       [
-        n if isinstance(n, optax.MaskedNode) else visit_leaves(name + jax.tree_util.keystr(path), n, spec, leaf_spec)
-        for n, (path, spec) in zip(nodes, weights_with_paths)
+        n if isinstance(n, optax.MaskedNode) else visit_leaves(name + jax.tree_util.keystr(path), n, weight, function)
+        for n, (path, weight) in zip(nodes, weights_with_paths)
       ]
     )
 
-  return visit('', abstract_state, _leaf_spec)
+  return visit('', state, function)
 
 
-def _leaf_spec(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
-  """Returns the spec of a leaf that is not a factored moment."""
+def _leaf_spec(name: str, leaf: Any, weight: WeightSpec | None, *, is_row: bool | None = None) -> WeightSpec:
+  """Returns the spec of a leaf; see `_map_state` for the arguments."""
   shape = tuple(leaf.shape)
+  if weight is not None and is_row is not None and (factored := _factored_spec(leaf, weight, is_row)) is not None:
+    return factored
   if weight is not None:
     if shape == tuple(weight.shape):
       return dataclasses.replace(weight, init=None, dtype=leaf.dtype, split_dims=weight.all_split_dims)
@@ -88,9 +106,11 @@ def _leaf_spec(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
   return replicated_spec(leaf)
 
 
-def _factored_spec(name: str, leaf: Any, weight: WeightSpec | None, *, is_row: bool) -> WeightSpec:
-  """Returns the spec of a leaf of `v_row` or `v_col` of an `optax.FactoredState`."""
-  for spec in () if weight is None else (weight, _matrix_spec(weight)):  # Adafactor factors [D, H, K] or [D, HK]
+def _factored_spec(leaf: Any, weight: WeightSpec, is_row: bool) -> WeightSpec | None:
+  """Returns the spec of a leaf of `v_row` or `v_col` of an `optax.FactoredState`; None for a placeholder."""
+  if len(weight.shape) - weight.num_separate_dims < 2:
+    return None
+  for spec in (weight, _matrix_spec(weight)):  # Adafactor factors [D, H, K] or [D, HK]
     dims = factored_dims(spec.shape, spec.num_separate_dims)
     if dims is None:
       continue
@@ -105,7 +125,7 @@ def _factored_spec(name: str, leaf: Any, weight: WeightSpec | None, *, is_row: b
         split_dims=tuple(spec.all_split_dims[dim] for dim in remaining),
         stacked=sum(dim < spec.stacked for dim in remaining),
       )
-  return _leaf_spec(name, leaf, weight)
+  return None
 
 
 def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | None:

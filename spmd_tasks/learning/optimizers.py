@@ -42,6 +42,15 @@ class Optimizer(Protocol):
     """Whether the model must have the collection WEIGHT_FACTORS."""
     return False
 
+  def updates_layers_apart(self, weight_specs: Any) -> bool:
+    """Whether layers of a stack may be updated one after another, as fast as together; `Learner.state_on_host` asks.
+
+    If so, `update` gets the argument `layer_numbers`: for each weight, the numbers of its layers in the whole stack,
+    int32 in the shape of the stacked dims.
+    """
+    del weight_specs
+    return False
+
   @abc.abstractmethod
   def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
     """Returns a transformation from gradients to a *direction*, which the learner multiplies by -learning_rate.
@@ -159,6 +168,11 @@ class AdamW(OptimizerSettings):
   epsilon: float = 1e-8
   momentum_dtype: str = 'float32'
   second_moment_dtype: str = 'float32'
+
+  def updates_layers_apart(self, weight_specs: Any) -> bool:
+    """All numbers are updated apart."""
+    del weight_specs
+    return True
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     return [

@@ -64,7 +64,13 @@ def scale_by_adam(
     return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=mu, nu=nu)
 
   def update(
-    grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
+    grads: Any,
+    state: Any,
+    weights: Any = None,
+    *,
+    is_finite: jax.typing.ArrayLike,
+    layer_numbers: Any = None,
+    **extra_args: Any,
   ) -> tuple[Any, optax.ScaleByAdamState]:
     del weights, extra_args
     old_mu, old_nu = (jax.tree.map(lambda x: x.astype(jnp.float32), moment) for moment in (state.mu, state.nu))
@@ -73,20 +79,24 @@ def scale_by_adam(
     mu, nu = keep_if_finite(is_finite, (new_mu, new_nu), (old_mu, old_nu))
     # Use the incremented count in a skipped step too: at count 0 the corrections would divide by zero.
     count = optax.safe_increment(state.count)
-    mu_correction, nu_correction = 1 - beta1**count, 1 - beta2**count
-    directions = jax.tree.map(lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + epsilon), mu, nu)
+    # Factors, because XLA turns a division by a scalar into one or not, by how many weights are divided by it.
+    mu_factor, nu_factor = 1 / (1 - beta1**count), 1 / (1 - beta2**count)
+    directions = jax.tree.map(lambda m, v: (m * mu_factor) / (jnp.sqrt(v * nu_factor) + epsilon), mu, nu)
     stored_mu = jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu)
     if second_moment_dtype != 'float32':
       treedef: Any
       leaves, treedef = jax.tree.flatten(nu)
-      nu = treedef.unflatten(round_randomly(x, seed=count, stream=i) for i, x in enumerate(leaves))
+      layers = [None] * len(leaves) if layer_numbers is None else treedef.flatten_up_to(layer_numbers)
+      nu = treedef.unflatten(
+        round_randomly(x, seed=count, stream=i, layers=numbers) for i, (x, numbers) in enumerate(zip(leaves, layers))
+      )
     kept_count = keep_if_finite(is_finite, count, state.count)
     return directions, optax.ScaleByAdamState(count=kept_count, mu=stored_mu, nu=nu)
 
   return SkippableTransformation(init, update)
 
 
-def round_randomly(x: jax.Array, *, seed: jax.Array, stream: int) -> jax.Array:
+def round_randomly(x: jax.Array, *, seed: jax.Array, stream: int, layers: jax.Array | None = None) -> jax.Array:
   """Rounds float32 numbers to bfloat16, up or down at random, so that the expected value of the result is x.
 
   A moving average that is rounded to the nearest number stops moving once a step is smaller than half the distance of
@@ -96,12 +106,14 @@ def round_randomly(x: jax.Array, *, seed: jax.Array, stream: int) -> jax.Array:
     x: finite, float32 [...].
     seed: int32 scalar, such as the step; other seeds give other random numbers.
     stream: the same for numbers that share no randomness, such as the index of the array.
+    layers: if x has only some layers of a stack, in its first dims, their numbers in the stack: int32 [...].
 
   Returns bfloat16 [...], the same on every mesh: the random bits are a hash (Wellons' lowbias32) of the position.
   """
   # The position in row-major order, modulo 2 ** 32.
-  position = jnp.zeros(x.shape, jnp.uint32)
-  for dim, size in enumerate(x.shape):
+  layers = jnp.zeros((), jnp.uint32) if layers is None else layers.astype(jnp.uint32)
+  position = jax.lax.broadcast_in_dim(layers, x.shape, range(layers.ndim))
+  for dim, size in [*enumerate(x.shape)][layers.ndim :]:
     position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
   bits = position * np.uint32(0x9E3779B9) + _hash(seed.astype(jnp.uint32) ^ np.uint32(stream << 20))
   noise = _hash(bits) >> 16  # 16 bits, as many as bfloat16 lacks

@@ -163,15 +163,14 @@ class PartitionedModel:
 
     def train_step(padded_state, padded_batch, numbers):
       with self.scope():
-        on_device = _in_memory(padded_state, self.padded_state, jax.memory.Space.Device)
-        state = self._constrain(padding.unpad(on_device, self.abstract_state))
+        state = self._true_state(padded_state)
         batch = self._true_batch(padded_batch, layout)
         task = task_with(numbers)
         state, metrics = task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
-        new_state = padding.pad(self._constrain(state), self.padded_state)
+        new_state = self._padded_state(state)
         if self.has_frozen_weights:  # reuse their buffers
           new_state = new_state.replace(weights=fill_in(self.trained_part(new_state).weights, padded_state.weights))
-        return _in_memory(new_state, self.padded_state, jax.memory.Space.Host), metrics
+        return new_state, metrics
 
     devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
     replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -280,6 +279,20 @@ class PartitionedModel:
 
   def _constrain(self, state: TrainState) -> TrainState:
     return _constrain(state, self.state_specs, self.mesh)
+
+  def _true_state(self, padded_state: TrainState) -> TrainState:
+    """Slices padding off. The learner takes and returns leaves in the host's memory as they are stored."""
+
+    def true_leaf(x, padded, true, spec):
+      return x if _is_on_host(padded) else _constrain(padding.unpad(x, true), spec, self.mesh)
+
+    return jax.tree.map(true_leaf, padded_state, self.padded_state, self.abstract_state, self.state_specs)
+
+  def _padded_state(self, state: TrainState) -> TrainState:
+    def padded_leaf(x, padded, spec):
+      return x if _is_on_host(padded) else padding.pad(_constrain(x, spec, self.mesh), padded)
+
+    return jax.tree.map(padded_leaf, state, self.padded_state, self.state_specs)
 
   def _true_batch(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
     batch = layout.true_rows(padded_batch)
@@ -429,10 +442,8 @@ def _sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, leaf_spec: WeightS
   return NamedSharding(mesh, spec, memory_kind=leaf_spec.memory_kind)
 
 
-def _in_memory(tree: Any, layout: Any, space: Any) -> Any:
-  """Copies the leaves that the layout stores in the host's memory to a `jax.memory.Space`."""
-  is_on_host = lambda target: target.sharding.memory_kind == PINNED_HOST
-  return jax.tree.map(lambda x, target: jax.device_put(x, space) if is_on_host(target) else x, tree, layout)
+def _is_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
+  return leaf.sharding.memory_kind == PINNED_HOST
 
 
 def _shardings(tree: Any) -> Any:
