@@ -203,13 +203,20 @@ def _network_terms(
 
 
 def _host_terms(step: Block, chip: Chip, total: float) -> list[Term]:
+  """Returns the term of copies to the host and back: passes over layers hide theirs, the optimizer's nothing hides."""
   moved = {True: 0.0, False: 0.0}
+  of_optimizer = 0.0
   for operation, count in step.walk():
     if operation.kind == 'host':
-      moved[operation.to_host] += count * operation.bytes
-  if not any(moved.values()) or not chip.host_bandwidth:
+      if 'jvp(' in operation.name:
+        moved[operation.to_host] += count * operation.bytes
+      else:
+        of_optimizer += count * operation.bytes
+  num_bytes = sum(moved.values()) + of_optimizer
+  if not num_bytes or not chip.host_bandwidth:
     return []
   there, back = moved[True] / chip.host_bandwidth, moved[False] / chip.host_bandwidth
   waits = max(0.0, there - total * _FORWARD_SHARE) + max(0.0, back - total * _BACKWARD_SHARE)
+  waits += of_optimizer / chip.host_bandwidth
   rate = Rate(1.0, 'assumed', 'copies take the whole bandwidth to the host')
-  return [_term('host', waits, sum(moved.values()), 'B', rate)] if waits else []
+  return [_term('host', waits, num_bytes, 'B', rate)] if waits else []

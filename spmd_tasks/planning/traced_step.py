@@ -84,7 +84,7 @@ def _summed(x: Array) -> float:
 # --- the walk ---
 
 _VIEWS = frozenset({
-  'reshape', 'squeeze', 'expand_dims', 'sharding_constraint', 'name', 'pvary', 'stop_gradient', 'optimization_barrier',
+  'reshape', 'squeeze', 'expand_dims', 'sharding_constraint', 'name', 'pvary', 'stop_gradient',
   'copy', 'reshard', 'bitcast_convert_type', 'random_wrap', 'random_unwrap', 'pcast',
 })  # fmt: skip
 _LINEAR = frozenset({'convert_element_type', 'transpose', 'neg', 'copy', 'name', 'pvary', 'reduce_precision', 'pcast'})
@@ -425,6 +425,12 @@ class _Walk:
     result = self.array(eqn.outvars[0].aval, axes, **self.kept(x))
     self.add('view', (x,), (result,))
     return [result]
+
+  def _optimization_barrier(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+    outputs = [self.like(x) for x in inputs]
+    for x, result in zip(inputs, outputs):
+      self.add('view', (x,), (result,))
+    return outputs
 
   def _squeeze(self, eqn: Any, inputs: list[Array]) -> list[Array]:
     (x,), dims = inputs, {d % len(inputs[0].shape) for d in eqn.params['dimensions']}

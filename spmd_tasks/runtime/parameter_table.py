@@ -17,7 +17,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding.specs import SplitDim, spec_axes
-from spmd_tasks.sharding.weights import leaf_name
+from spmd_tasks.sharding.weights import PINNED_HOST, leaf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,12 @@ def parameter_rows(model: PartitionedModel) -> list[ParameterRow]:
   return sorted(jax.tree.leaves(rows), key=lambda row: row.name)
 
 
-def bytes_per_device(padded_tree: Any) -> int:
-  """Returns the bytes per device of a tree of padded shapes with shardings."""
+def bytes_per_device(padded_tree: Any, *, on_host: bool = False) -> int:
+  """Returns the bytes of a tree of padded shapes with shardings in the memory of each device, or in its host's."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     for leaf in jax.tree.leaves(padded_tree)
+    if (leaf.sharding.memory_kind == PINNED_HOST) == on_host
   )
 
 
@@ -81,9 +82,10 @@ def check_state_fits(model: PartitionedModel) -> None:
   """Raises a UserError if the training state alone does not fit in the memory of this process's devices."""
   devices = jax.local_devices()
   limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in devices]
-  available = sum(limits) if all(limits) else _host_memory()
-  needed = len(devices) * bytes_per_device(model.padded_state)
-  _check_fits('the training state', needed, available, 'the number of layers, the dims or vocab_size')
+  needed, available = bytes_per_device(model.padded_state), sum(limits)
+  if not all(limits):  # CPUs
+    needed, available = needed + bytes_per_device(model.padded_state, on_host=True), _host_memory()
+  _check_fits('the training state', len(devices) * needed, available, 'the number of layers, the dims or vocab_size')
 
 
 def _check_fits(what: str, num_bytes: int, available: int, setting: str) -> None:

@@ -19,6 +19,7 @@ from spmd_tasks.planning.networks import Networks
 from spmd_tasks.planning.operations import memory_passes
 from spmd_tasks.planning.roofline import roofline_terms
 from spmd_tasks.planning.traced_step import trace_step, walk_jaxpr
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 from spmd_tasks.sharding import MeshSpec, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import sharding_scope
 from tests.planning.compiled_steps import Mixture, Pipelined
@@ -273,6 +274,27 @@ def test_copies_to_the_host():
   named = step_of(Offloaded, 'v5e:2x2', **{'task.model.stack.remat_policy': "'save(query) offload(layer_input)'"})
   moved = sum(count * operation.bytes for operation, count in named.walk() if operation.kind == 'host')
   assert moved == 2 * 3 * tokens * width * 2
+
+
+def test_the_optimizers_state_is_copied_by_layer():
+  """Each moment once there and once back, and one layer of four twice; nothing hides it."""
+  target = parse_target('v5e:2x4')
+  job = resolve(Plain, ('num_layers=4', 'task.learner.state_on_host=True')).build()
+  model = partition_job(job, target.abstract_mesh(job.experiment.mesh_spec()))
+  assert bytes_per_device(model.padded_state.learner) < 100  # counts
+  state = bytes_per_device(model.padded_state.learner, on_host=True)
+  assert state == pytest.approx(2 * bytes_per_device(model.padded_state.weights), rel=0.01)
+  step = trace_step(model)
+  moved = [(op.to_host, count * op.bytes) for op, count in step.walk() if op.kind == 'host']
+  for to_host in (True, False):
+    assert state <= sum(size for way, size in moved if way is to_host) <= 1.25 * state
+  [term] = [
+    t for t in roofline_terms(step, target.chip, Networks(target, job.experiment.mesh_spec())) if t.name == 'host'
+  ]
+  assert term.seconds == pytest.approx(sum(size for _, size in moved) / target.chip.host_bandwidth)
+  assert (
+    max(x.size_bytes for op, _ in step.walk() if op.kind == 'host' for x in op.outputs if not x.on_host) < state / 8
+  )
 
 
 @pytest.mark.parametrize('window, num_pairs', [(None, 36), (1024, 15)])
