@@ -32,7 +32,13 @@ from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.sown_values import declared_updates, sown_values, warn_of_sown, without_sown
 from spmd_tasks.sharding.explicit_axes import explicitly
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS, resolved_linen_boxes
+from spmd_tasks.sharding.weights import (
+  BALANCE_BIAS_TAG,
+  PINNED_HOST,
+  QUANTIZED_DTYPES,
+  WEIGHT_FACTORS,
+  resolved_linen_boxes,
+)
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -421,6 +427,9 @@ class Task(BaseTask):
     self, weight_specs: Any, abstract_state: TrainState
   ) -> tuple[tuple[Any, ...], Callable[[Sequence[Any]], BaseTask]]:
     """Returns the numbers of the learner's update (numbered_update.py), and a function from them to the task."""
+    state_specs = jax.tree.leaves(self.learner_specs(abstract_state.learner, weight_specs))
+    if any(spec.memory_kind == PINNED_HOST for spec in state_specs):  # the update reads it as it is stored
+      return super().step_numbers(weight_specs, abstract_state)
     trained = without_frozen(abstract_state.weights, weight_specs)
 
     def apply(grads: Any, loss: Any, step: Any, state: Any, weights: Any, factors: Any) -> Any:
