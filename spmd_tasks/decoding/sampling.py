@@ -136,8 +136,8 @@ def sample(
 ) -> jax.Array:
   """Samples one token per row, int32 [N].
 
-  Penalties, biases and cuts are only computed if a row needs them; the other rows have the same bits either way. There
-  is a single branch, as the host of a GPU may wait at each one.
+  Penalties, noise, and biases with cuts are only computed if a row needs them; the other rows have the same bits either
+  way. There is a single branch, as the host of a GPU may wait at each one, and few kinds, as each is compiled apart.
 
   Args:
     logits: [N, V].
@@ -157,32 +157,33 @@ def sample(
     logits = logits.astype(jnp.float32)
     return logits if occurrences is None else adjust(logits, *occurrences(), sampling)
 
-  def draw(logits, scaled):
+  def draw(logits, sampled):
     noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])
-    return jnp.where(is_greedy[:, None], logits, scaled + noise)
+    return _likeliest(jnp.where(is_greedy[:, None], logits, sampled + noise))
 
   def scale(logits):
     return logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
 
-  def cut(logits):
-    return draw(logits, keep_likeliest(scale(logits), sampling))
+  def draw_whole(logits):
+    logits = adjusted(logits)
+    return draw(logits, scale(logits))
 
-  def cut_if_any(logits):
-    return draw(logits, scale(logits)) if sampling.top_k is None else cut(logits)
+  def cut_and_draw(logits):
+    logits = add_biases(adjusted(logits), sampling) if has_biases else adjusted(logits)
+    return draw(logits, keep_likeliest(scale(logits), sampling) if has_cuts else scale(logits))
 
-  kinds = [
-    _likeliest,
-    lambda x: _likeliest(adjusted(x)),
-    lambda x: _likeliest(draw(adjusted(x), scale(adjusted(x)))),
-  ]
+  kinds = [_likeliest, lambda logits: _likeliest(adjusted(logits)), draw_whole]
   kind = jnp.where(jnp.all(is_greedy), jnp.where(has_penalties, 1, 0), 2)
-  if sampling.top_k is not None:
-    is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
-    kind = jnp.where(jnp.any(is_cut), len(kinds), kind)
-    kinds.append(lambda x: _likeliest(cut(adjusted(x))))
-  if sampling.bias_ids is not None:
-    kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), len(kinds), kind)
-    kinds.append(lambda x: _likeliest(cut_if_any(add_biases(adjusted(x), sampling))))
+  has_cuts, has_biases = sampling.top_k is not None, sampling.bias_ids is not None
+  needs_rest = jnp.bool_(False)
+  if has_cuts:
+    is_cut = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    needs_rest |= jnp.any(~is_greedy & is_cut)
+  if has_biases:
+    needs_rest |= jnp.any(active[:, None] & (sampling.bias_ids >= 0))
+  if has_cuts or has_biases:
+    kind = jnp.where(needs_rest, len(kinds), kind)
+    kinds.append(cut_and_draw)
   return jax.lax.switch(kind, kinds, logits)
 
 
