@@ -28,6 +28,11 @@ def silence() -> None:
   os.environ['SPMD_TASKS_QUIET'] = '1'
 
 
+def is_silent() -> bool:
+  """Returns whether nothing is printed."""
+  return bool(os.environ.get('SPMD_TASKS_QUIET'))
+
+
 def set_activity(activity: str | None, *, say_now: bool = False) -> None:
   """Sets what the process is doing outside of any `doing`; None prints nothing."""
   _activities.pop(_BASE, None)
@@ -51,18 +56,14 @@ def doing(activity: str) -> Iterator[None]:
 def _begin(key: object, activity: str) -> None:
   global _thread
   _activities[key] = activity, time.monotonic()
-  if not _is_silent() and (_thread is None or not _thread.is_alive()):  # a fork ends threads
+  if not is_silent() and (_thread is None or not _thread.is_alive()):  # a fork ends threads
     _thread = threading.Thread(target=_say_periodically, name='activity', daemon=True)
     _thread.start()
 
 
-def _is_silent() -> bool:
-  return bool(os.environ.get('SPMD_TASKS_QUIET'))
-
-
 def _say_periodically() -> None:
   busy_since = time.monotonic()
-  while not _is_silent():
+  while not is_silent():
     now, current = time.monotonic(), _current()
     if current is None:
       busy_since = now
@@ -81,7 +82,7 @@ def _current() -> tuple[str, float] | None:
 
 def say(text: str) -> None:
   """Prints one line, unless SPMD_TASKS_QUIET is set."""
-  if _is_silent():
+  if is_silent():
     return
   global _last_s
   _last_s = time.monotonic()

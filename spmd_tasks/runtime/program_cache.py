@@ -23,7 +23,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
-from spmd_tasks.activity import say
+from spmd_tasks.activity import is_silent, say
 
 _SUFFIX = '-inputs.json'
 _MAX_SHOWN, _MAX_SHOWN_CHARS = 2, 60
@@ -105,7 +105,9 @@ def _report(directory: epath.Path, name: str, seconds: float, record: Record, is
   text = json.dumps(record, sort_keys=True)
   prefix = re.sub(r'[^\w-]+', '_', name)
   path = directory / f'{prefix}-{_digest(text)}{_SUFFIX}'
-  if is_hit:
+  if is_silent():  # the records, of which there may be many, need not be read
+    pass
+  elif is_hit:
     say(f'{name}: read from the compilation cache in {seconds:.1f} s')
   else:
     say(f'{name}: compiled in {seconds:.1f} s; {_why_missed(record, _read_records(directory, prefix))}')
@@ -116,7 +118,7 @@ def _report(directory: epath.Path, name: str, seconds: float, record: Record, is
 def _read_records(directory: epath.Path, prefix: str) -> list[Record]:
   """Returns the readable records of one program."""
   name, records = re.compile(rf'{re.escape(prefix)}-[0-9a-f]{{32}}{re.escape(_SUFFIX)}'), []
-  for path in directory.iterdir():
+  for path in directory.glob(f'{prefix}-*{_SUFFIX}'):  # much faster than a look at each entry
     if name.fullmatch(path.name):
       try:
         records.append({key: [str(value) for value in values] for key, values in json.loads(path.read_text()).items()})
