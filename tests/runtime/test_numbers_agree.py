@@ -81,6 +81,7 @@ REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 CHUNKS, SCATTERED, HEAD = ('num_logit_chunks=4',), ('scatters_gradients=True',), ('num_nextn_predict_layers=1',)
 THREE_ROWS = ('batch_size=3',)
 # Sequences.
+BALANCED = ('task.model.balances_tokens=True',)
 RING, WINDOW = (f'{BLOCK}.attention.implementation=ring',), (f'{BLOCK}.attention.window=5',)
 # Experts. The biases are gpt-oss's, which start at zero; a dropped token gets no bias either.
 FFN = f'{BLOCK}.ffn'
@@ -103,20 +104,28 @@ FAST = ('data 2 x expert 4',)
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
   (
-    'two slices of context 2 x mdl 2, ring, balanced, full remat, unrolled, 4 microbatches, logits in chunks',
+    'two slices of context 2 x mdl 2, ring, balanced, full remat, 4 microbatches, logits in chunks',
     Context,
     (1, 1, 2, 2),
-    ('task.model.balances_tokens=True', *RING, *REMAT, *UNROLLED, FOUR, *CHUNKS, *SHARED),
+    (*BALANCED, *RING, *REMAT, FOUR, *CHUNKS, *SHARED),
     SHARED,
   ),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-  ('recurrent layers, data 2 x mdl 4, 2 microbatches, full remat', Hybrid, (1, 2, 4), (TWO, *REMAT), ()),
+  ('recurrent layers, data 2 x mdl 4, 2 microbatches', Hybrid, (1, 2, 4), (TWO,), ()),
 ]
 # Tests that run by default compare these features on a mesh too: tests/bridges/t5x/test_gin.py (an encoder and a
 # decoder, with the checkpoints of T5X), tests/learning/test_muon.py (Muon),
 # tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts), and
-# test_checkpoint_moves.py (moments in a pipeline).
+# test_checkpoint_moves.py (moments in a pipeline), tests/layers/test_transformer.py (stacks without a scan).
 ONE_BY_ONE = [
+  (
+    'two slices of context 2 x mdl 2, ring, balanced, unrolled',
+    Context,
+    (1, 1, 2, 2),
+    (*BALANCED, *RING, *UNROLLED, *SHARED),
+    SHARED,
+  ),
+  ('recurrent layers, data 2 x mdl 4, full remat', Hybrid, (1, 2, 4), REMAT, ()),
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),

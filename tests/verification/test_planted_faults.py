@@ -3,7 +3,7 @@
 Each fault replaces a real function. The references by formulas are computed once, without faults.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
@@ -25,6 +25,7 @@ from spmd_tasks.runtime.task import Task
 from spmd_tasks.verification import Bench, Setting
 from spmd_tasks.verification.mode import CLAIMS
 from tests.runtime.loss_curves import source_of
+from tests.shared_models import shared_models
 from tests.verification.whole_step import StagedStep, WholeStep
 
 Original = Callable[..., Any]
@@ -243,23 +244,42 @@ def assert_sound(bench: Bench, claim: str, subject: str) -> None:
   assert verdict.status == 'held', verdict.detail
 
 
+# Faults of these are in no compiled program, so jobs with them share those of jobs without.
+OUTSIDE_OF_PROGRAMS = (restore, evaluator, SyntheticIterator)
+
+
+@contextlib.contextmanager
+def without_faulty_programs(bench: Bench, fault: Fault) -> Iterator[None]:
+  """The bench compiles again what the fault changes: all but the formulas, or of microbatches but the whole batch."""
+  runners, trajectories = dict(bench._runners), dict(bench._trajectories)
+
+  def is_kept(setting: Setting) -> bool:
+    is_whole = not any('num_microbatches' in override for override in setting.overrides)
+    return setting.by_formulas or (fault.claim == 'microbatches' and is_whole)
+
+  bench._runners = {setting: runner for setting, runner in runners.items() if is_kept(setting)}
+  bench._trajectories = {setting: steps for setting, steps in trajectories.items() if is_kept(setting)}
+  try:
+    yield
+  finally:
+    bench._runners, bench._trajectories = runners, trajectories
+
+
 @pytest.mark.parametrize(
   'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in DEFAULT)) for name in FAULTS]
 )
 def test_a_fault_of_all_layouts_is_found(name, bench, monkeypatch):
   fault = FAULTS[name]
-  assert_sound(bench, fault.claim, fault.subject)
-  runners, trajectories = dict(bench._runners), dict(bench._trajectories)
-  monkeypatch.setattr(fault.owner, fault.name, fault.replace(getattr(fault.owner, fault.name)))
-  if fault.owner is restore:
-    monkeypatch.setattr('spmd_tasks.programs.train.restore_or_init', restore.restore_or_init)
-  if fault.claim in ('step', 'microbatches'):  # compile steps again, but not references
-    bench._runners = {setting: runner for setting, runner in runners.items() if setting.by_formulas}
-    bench._trajectories = {setting: steps for setting, steps in trajectories.items() if setting.by_formulas}
-  try:
+  with contextlib.ExitStack() as stack:
+    if fault.owner in OUTSIDE_OF_PROGRAMS:
+      stack.enter_context(shared_models())
+    assert_sound(bench, fault.claim, fault.subject)
+    monkeypatch.setattr(fault.owner, fault.name, fault.replace(getattr(fault.owner, fault.name)))
+    if fault.owner is restore:
+      monkeypatch.setattr('spmd_tasks.programs.train.restore_or_init', restore.restore_or_init)
+    if fault.claim in ('step', 'microbatches'):
+      stack.enter_context(without_faulty_programs(bench, fault))
     verdict = decide(bench, fault.claim, fault.subject)
-  finally:
-    bench._runners, bench._trajectories = runners, trajectories
   assert verdict.status == 'BROKEN', verdict
   assert verdict.failure['leaf'].startswith(fault.leaf), verdict.detail
 
