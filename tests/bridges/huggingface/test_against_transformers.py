@@ -115,7 +115,13 @@ def test_logits(name, reference):
   theirs = reference(name)
   with jax.default_matmul_precision('highest'):
     model = load(theirs.path, mesh=mesh_of((1, 1, 1)), overrides=['seq_len=128'])
-    assert_close(np.asarray(model.logits(random_ids())), theirs.logits, 1e-5)
+    ours = np.asarray(model.logits(random_ids()))
+  # Where float32 itself is not that exact, as with Gemma 4's shared keys, ours are as near to float64 as theirs.
+  largest = np.abs(theirs.logits).max()
+  if np.abs(ours - theirs.logits).max() > 1e-5 * largest:
+    exact = logits_of(load_reference(theirs.path, 'float64')[0])
+    our_error, their_error = (np.abs(logits - exact).max() / largest for logits in (ours, theirs.logits))
+    assert our_error <= 1.5 * their_error < 2e-5
 
 
 @pytest.mark.parametrize(
