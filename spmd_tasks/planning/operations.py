@@ -208,7 +208,8 @@ def live_at_peak(block: Block) -> list[Live]:
   for operation in block.operations:
     if operation.kind == 'view' and operation.inputs:
       viewed = operation.inputs[0]
-      source.update({id(x): viewed for x in operation.outputs if x.local_bytes == viewed.local_bytes})
+      if id(viewed) in written or id(viewed) in source:  # a view of what is fused is written itself
+        source.update({id(x): viewed for x in operation.outputs if x.local_bytes == viewed.local_bytes})
 
   def root(x: Array) -> Array:
     while id(x) in source:
@@ -221,7 +222,9 @@ def live_at_peak(block: Block) -> list[Live]:
       for leaf in [x] if id(x) in written else _leaves(x, producers, written)[0].values():
         last_use[id(root(leaf))] = i
   last_use |= {id(root(x)): len(block.operations) for x in block.outputs}
-  allocated = {id(x) for x in block.inputs} | source.keys()
+  # Elementwise results of a step take the place of arguments, which are donated.
+  in_place = {id(x) for x in block.outputs if id(x) in producers and producers[id(x)].kind in _FUSED}
+  allocated = {id(x) for x in block.inputs} | source.keys() | in_place
   live: dict[int, Live] = {}
   peak, best, best_body = -1.0, [], None
   total = 0.0

@@ -209,6 +209,20 @@ def test_the_peak_is_what_is_needed_at_once():
   assert sum(live.array.local_bytes for live in walked(kept, x, w).peak) >= 7 * nbytes
 
 
+def test_a_reshaped_elementwise_result_is_written_and_an_update_takes_the_place_of_its_argument():
+  x, w = spec(64, 32, split=('data',)), spec(32, 32)
+  nbytes = 16 * 32 * 2
+
+  def reshaped(x, w):
+    product = x @ w
+    return (jnp.tanh(product).reshape(8, 8, 32) @ w).astype(jnp.float32), product @ w
+
+  # The first product is needed to the end, beside what is written for the second.
+  assert sum(live.array.local_bytes for live in walked(reshaped, x, w).peak) == 3 * nbytes
+  assert not walked(lambda x: x - 0.1 * jnp.tanh(x), x).peak
+  assert not walked(lambda x: (x - 0.1 * jnp.tanh(x))[None], x).peak
+
+
 # --- whole steps ---
 
 
