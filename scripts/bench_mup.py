@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Finds the best learning rate at several widths, with muP and without it.
 
-    .venv/bin/python scripts/bench_mup.py [--quick] [--widths 32,64,128,256] [--to FILE]
+    .venv/bin/python scripts/bench_mup.py [--quick] [--widths 128,256,512,1024] [--to FILE]
 
 Two layers read the standard library's source, 512 bytes per step, for 64 steps; the loss of a run is the mean of its
 last 8 steps. From the best rate of the width before, the search doubles and halves the rate until both neighbors are
@@ -112,7 +112,7 @@ def table(losses: dict[str, dict[int, dict[float, float]]]) -> dict[str, list]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--quick', action='store_true', help='width 32 for 4 steps, to see that it works')
-  parser.add_argument('--widths', default='32,64,128,256')
+  parser.add_argument('--widths', default='128,256,512,1024')
   parser.add_argument('--to', type=Path, help='a result of docs/benchmarks to write')
   flags = parser.parse_args()
   widths, num_steps = ([32], 4) if flags.quick else ([int(width) for width in flags.widths.split(',')], 64)

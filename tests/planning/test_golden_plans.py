@@ -77,8 +77,8 @@ def differences(golden: dict, made: dict) -> list[str]:
 
 
 # Estimates of memory without a compiler are within 10% of the compiler's for dense models, 15% with experts, but for
-# these: on v6e there are gaps between temporaries; the others are small models and whole experts.
-MEMORY_ERRORS = {'lm.Llama70BOnV6e': 0.23, 'moe.Mixtral8x7BOnH200': 0.18, 'lm.Dense1BOnH200': 0.12, 'lm.Dense1B': 0.11}
+# these: there are gaps between temporaries, and gradients of heads and casts of weights that are kept.
+MEMORY_ERRORS = {'lm.LongLlama8B': 0.16, 'moe.DeepSeekV3Like': 0.17, 'moe.Mixtral8x7BOnH200': 0.18}
 
 
 @pytest.mark.exhaustive
