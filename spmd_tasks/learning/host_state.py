@@ -209,11 +209,11 @@ class _Program:
     self._optimizer, self._layout, self._names = optimizer, layout, [*leaves_by_name(weight_specs)]
     specs, structure = jax.tree.flatten(weight_specs)
     short = [dataclasses.replace(spec, shape=cut.short(spec.shape)) for spec, cut in zip(specs, layout.slices)]
-    rule = rule_of(structure.unflatten(short))
-    weights = structure.unflatten([jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in short])
+    rule = rule_of(jax.tree.unflatten(structure, short))
+    weights = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in short])
     grads = jax.tree.map(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), weights)
     state = jax.eval_shape(rule.init, grads)
-    numbers = structure.unflatten([jax.ShapeDtypeStruct(cut.parts, jnp.int32) for cut in layout.slices])
+    numbers = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(cut.parts, jnp.int32) for cut in layout.slices])
     takes_numbers = optimizer.updates_layers_apart(weight_specs)
 
     def update(grads: Any, state: Any, weights: Any, numbers: Any, arguments: Any) -> tuple[Any, Any]:
@@ -278,8 +278,8 @@ def streamed(rule_of: _RuleOf, optimizer: Optimizer, weight_specs: Any) -> Skipp
       # One group after the other.
       fixed, stored, _ = jax.lax.optimization_barrier((fixed, stored, [*new.values()][-1:]))
       new |= _update_group(layout, program, group, fixed | shared, stored)
-    unflatten = lambda kind: jax.tree.structure(trees[kind]).unflatten(
-      [new[name] for name in arrays if name[0] == kind]
+    unflatten = lambda kind: jax.tree.unflatten(
+      jax.tree.structure(trees[kind]), [new[name] for name in arrays if name[0] == kind]
     )
     return unflatten('weight'), unflatten('state')
 

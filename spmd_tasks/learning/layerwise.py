@@ -141,7 +141,7 @@ def are_layers_apart(
     for spec in jax.tree.leaves(weight_specs)
     for n in [spec.num_separate_dims]
   ]
-  tree = jax.tree.structure(weight_specs).unflatten([_Stack(spec, i) for i, spec in enumerate(short)])
+  tree = jax.tree.unflatten(jax.tree.structure(weight_specs), [_Stack(spec, i) for i, spec in enumerate(short)])
   init_program, update_program = _trace([init, update], tree, arguments, name)
   weights = jax.tree.map(lambda stack: stack.abstract(), tree)
   layer_names = lambda tree: [

@@ -89,9 +89,9 @@ class _Numbers:
 
   def replace(self, atom: Any, line: Any) -> Any:
     """Returns the variable of a constant that is a number; returns other atoms unchanged."""
-    if not isinstance(atom, Literal) or np.ndim(atom.val) or str(atom.aval.dtype) not in _DTYPES:
+    if not isinstance(atom, Literal) or np.ndim(atom.val) or str(_dtype(atom)) not in _DTYPES:
       return atom
-    value = np.asarray(atom.val, atom.aval.dtype)
+    value = np.asarray(atom.val, _dtype(atom))
     if not np.isfinite(value) or value in (-1, 0, 1):
       return atom
     return self._variables.setdefault((line, str(value.dtype), value.item()), Var(atom.aval))
@@ -103,11 +103,15 @@ class _Numbers:
       return equation
     if name == 'pow':
       return equation.replace(invars=[self.replace(operands[0], line), operands[1]])
-    if name == 'div' and isinstance(operands[1], Literal) and operands[1].aval.dtype == np.float32:
+    if name == 'div' and isinstance(operands[1], Literal) and _dtype(operands[1]) == np.float32:
       # XLA divides by a constant in the same way, which is faster and has other bits than a division.
       inverse = Literal(1 / np.asarray(operands[1].val, np.float32), operands[1].aval)
       equation = equation.replace(primitive=primitives.mul_p, params={}, invars=[operands[0], inverse])
     return equation.replace(invars=[self.replace(atom, line) for atom in equation.invars])
+
+
+def _dtype(constant: Literal) -> Any:
+  return getattr(constant.aval, 'dtype', None)
 
 
 def _abstract(tree: Any) -> Any:

@@ -41,7 +41,7 @@ def weight_indices(abstract_state: Any, weight_specs: Any) -> Any:
   def weight_index(name: str, leaf: Any, weight: int | None, **kind: Any) -> int:
     return -1 if weight is None else weight
 
-  return _map_state(weight_index, abstract_state, treedef.unflatten(range(len(weights))))
+  return _map_state(weight_index, abstract_state, jax.tree.unflatten(treedef, range(len(weights))))
 
 
 def _map_state(function: Callable[..., Any], state: Any, weights: Any) -> Any:
