@@ -77,7 +77,7 @@ class _Slices:
     return block.reshape(self.short(x.shape))
 
   def put(self, x: jax.Array, layers: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns x with other layers in place of those of a step."""
+    """Returns x with the layers of a step replaced by `layers` [parts..., ...]."""
     if not self.parts:
       return layers
     block = layers.reshape(self._block(x.shape))
@@ -131,15 +131,15 @@ class _Layout:
     return _Slices() if owner == _SHARED else self.slices[owner]
 
   def to_device(self, name: _Name, x: jax.Array) -> jax.Array:
-    """Copies an array, or layers of it, to the device if it lies on the host."""
+    """Copies an array, or layers of it, to the device if it is stored on the host."""
     return jax.device_put(x, jax.memory.Space.Device) if self._is_on_host(name) else x
 
   def to_host(self, name: _Name, x: jax.Array) -> jax.Array:
-    """Copies what lies on the host back."""
+    """Copies an array, or layers of it, to the host if it is stored there."""
     return jax.device_put(x, jax.memory.Space.Host) if self._is_on_host(name) else x
 
   def unpadded(self, name: _Name, x: jax.Array) -> jax.Array:
-    """Slices the padding off what lies on the host."""
+    """Slices off the padding of an array that is stored on the host; other arrays have none."""
     if not self._is_on_host(name):
       return x
     spec = self.specs[name[1]]
@@ -147,7 +147,7 @@ class _Layout:
     return _constrain(padding.unpad(x, jax.ShapeDtypeStruct(shape, x.dtype)), spec)
 
   def padded(self, name: _Name, x: jax.Array) -> jax.Array:
-    """Pads what lies on the host as it is stored."""
+    """Pads an array that is stored on the host; the inverse of `unpadded`."""
     scope = current_sharding_scope()
     if scope is None or not self._is_on_host(name):
       return x
@@ -201,8 +201,8 @@ def _constrain(x: jax.Array, spec: WeightSpec) -> jax.Array:
 class _Program:
   """An update rule, traced for stacks of one step.
 
-  An input has the name of its kind ('grad', 'state', 'weight', 'numbers' or 'argument') and its index: that of the
-  weight, of the leaf of the state, or of the argument. Outputs are 'weight' and 'state'.
+  An input is named by its kind ('grad', 'state', 'weight', 'numbers' or 'argument') and the index of its weight, of its
+  leaf of the state, or of the argument. Outputs are 'weight' and 'state'.
   """
 
   def __init__(self, rule_of: _RuleOf, optimizer: Optimizer, weight_specs: Any, layout: _Layout, arguments: Any):
@@ -251,7 +251,7 @@ class _Program:
 
 
 def streamed(rule_of: _RuleOf, optimizer: Optimizer, weight_specs: Any) -> SkippableTransformation:
-  """Returns an optimizer's update rule for a state that lies on the host, as `host_state_specs` says.
+  """Returns an optimizer's update rule for a state that is stored on the host, as `host_state_specs` says.
 
   `update` takes and returns such a state, padded as it is stored on the mesh of the current sharding scope. Numbers are
   those of the rule itself. It raises a UserError if the update of a weight depends on other weights.

@@ -165,8 +165,8 @@ class Learner(BaseLearner):
     spike_threshold: a step is skipped if its loss or gradient norm lies more than this many standard deviations above
       the mean of the last `spike_window` steps; see `spikes.py`. None: only non-finite steps are skipped.
     spike_window: the number of recent steps with which a step is compared.
-    state_on_host: whether the optimizer's state is in the host's pinned memory; an update has that of a few layers on
-      the device at a time (`host_state.py`). Numbers are the same.
+    state_on_host: whether the optimizer's state is stored in the host's pinned memory. An update copies it to the
+      device a few layers at a time (`host_state.py`). Numbers are the same up to XLA's rounding of the last bit.
   """
 
   optimizer: Optimizer | optax.GradientTransformation | optax.MultiSteps

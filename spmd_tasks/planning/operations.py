@@ -222,7 +222,7 @@ def live_at_peak(block: Block) -> list[Live]:
       for leaf in [x] if id(x) in written else _leaves(x, producers, written)[0].values():
         last_use[id(root(leaf))] = i
   last_use |= {id(root(x)): len(block.operations) for x in block.outputs}
-  # Elementwise results of a step take the place of arguments, which are donated.
+  # Elementwise results take the place of what they update: a step's of donated arguments, a loop body's of its carry.
   in_place = {id(x) for x in block.outputs if id(x) in producers and producers[id(x)].kind in _FUSED}
   allocated = {id(x) for x in block.inputs} | source.keys() | in_place
   live: dict[int, Live] = {}
