@@ -11,8 +11,8 @@
     sbatch --array=0-5 --wrap 'spmd-tasks --exp mine.Shapes --mode train --job_log_dir runs/lr --sweep_index'
 
 Each job has its own directory below --job_log_dir, and is an ordinary job with ordinary overrides. `choices.py` lists
-settings, `jobs.py` names them, and `start.py` runs them. `compare.py` with `compare_page.html` shows jobs beside one
-another, whether or not they are of a sweep.
+settings, or Optuna chooses them (`optuna_choices.py`), `jobs.py` names them, and `start.py` runs them. `compare.py`
+with `compare_page.html` shows jobs beside one another, whether or not they are of a sweep.
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
   from spmd_tasks.sweeps.choices import drawn, product, zipped
+  from spmd_tasks.sweeps.optuna_choices import by_optuna
 
 
 def _expand(flags: Any) -> int | None:

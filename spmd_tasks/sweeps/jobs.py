@@ -24,14 +24,23 @@ class SweepJob:
   overrides: tuple[str, ...]
 
 
+def make_job(name: str, settings: Mapping[str, Any]) -> SweepJob:
+  """Returns a job with these settings."""
+  return SweepJob(name=name, overrides=tuple(f'{path}={_text(path, value)}' for path, value in settings.items()))
+
+
+def sweep_of(experiment: Experiment) -> Any:
+  """Returns what the experiment's `sweep()` returns. Raises a UserError if that fails."""
+  with own_code_errors(f'sweep() of {type(experiment).__name__}', part=experiment):
+    return experiment.sweep()
+
+
 def jobs_of(experiment: Experiment) -> list[SweepJob]:
   """Returns the jobs of an experiment's sweep.
 
   Raises a UserError: there is no sweep, or its names or values cannot be used.
   """
-  cls = type(experiment).__name__
-  with own_code_errors(f'sweep() of {cls}', part=experiment):
-    sweep = experiment.sweep()
+  cls, sweep = type(experiment).__name__, sweep_of(experiment)
   settings = list(sweep.values()) if isinstance(sweep, Mapping) else sweep
   if not isinstance(settings, list | tuple) or not all(isinstance(each, Mapping) for each in settings):
     raise UserError(
@@ -52,10 +61,7 @@ def jobs_of(experiment: Experiment) -> list[SweepJob]:
       f'sweep() of {cls} has several jobs of the name {twice[0]!r}: remove all but one, or return a dict of overrides '
       'by name.'
     )
-  return [
-    SweepJob(name=name, overrides=tuple(f'{path}={_text(path, value)}' for path, value in each.items()))
-    for name, each in zip(names, settings, strict=True)
-  ]
+  return [make_job(name, each) for name, each in zip(names, settings, strict=True)]
 
 
 def _text(path: str, value: Any) -> str:

@@ -1,7 +1,7 @@
 """Lists or runs the jobs of a sweep: --sweep_list, --sweep_index and --sweep all."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import os
 import sys
@@ -19,7 +19,8 @@ from spmd_tasks.files import absolute_path, is_missing
 from spmd_tasks.main import run_flags
 from spmd_tasks.programs.compiled_programs import programs_directory
 from spmd_tasks.programs.job_directory import CONFIG_FILE
-from spmd_tasks.sweeps.jobs import SweepJob, jobs_of
+from spmd_tasks.sweeps.jobs import SweepJob, jobs_of, sweep_of
+from spmd_tasks.sweeps.optuna_choices import ByOptuna
 
 _INDEX_VARIABLES = ('SLURM_ARRAY_TASK_ID', 'JOB_COMPLETION_INDEX')  # of a Slurm array, an indexed Kubernetes Job
 
@@ -31,7 +32,16 @@ def start(flags: argparse.Namespace) -> int | None:
   command = Command(flags=flags)
   if flags.sweep_index is None:
     command.use_fake_devices()
-  jobs = jobs_of(resolve_experiment(flags.exp, command.overrides, flags.experiment_path))
+  experiment = resolve_experiment(flags.exp, command.overrides, flags.experiment_path)
+  sweep = sweep_of(experiment)
+  if isinstance(sweep, ByOptuna):
+    if flags.sweep is None or flags.mode not in (None, 'train'):
+      raise UserError(
+        'by_optuna() chooses a job by the results of the earlier ones: --mode train --sweep all runs them.'
+      )
+    jobs = [sweep.example()]
+  else:
+    jobs = jobs_of(experiment)
   _refuse_set_twice(command, jobs)
   if flags.sweep_index is None:
     _check_jobs(command, jobs)
@@ -44,8 +54,10 @@ def start(flags: argparse.Namespace) -> int | None:
       f'--job_log_dir {flags.job_log_dir} is the directory of a job: give another one, below which each job of the '
       'sweep has its own. Without --sweep_index the job itself continues.'
     )
+  if isinstance(sweep, ByOptuna):
+    return _run_all(flags, sweep.jobs(flags.job_log_dir), sweep.count)
   if flags.sweep is not None:
-    return _run_all(flags, jobs)
+    return _run_all(flags, jobs, len(jobs))
   _choose(flags, jobs[_index(flags, len(jobs))])
   return None
 
@@ -123,7 +135,7 @@ def _shared_programs(flags: argparse.Namespace) -> Iterator[None]:
     yield
 
 
-def _run_all(flags: argparse.Namespace, jobs: list[SweepJob]) -> int:
+def _run_all(flags: argparse.Namespace, jobs: Iterable[SweepJob], count: int) -> int:
   """Runs all jobs; returns the exit code of the first one that failed. A preempted job ends the sweep."""
   if flags.mode is None or not flags.job_log_dir:
     raise UserError('--sweep all needs --mode, such as train, and --job_log_dir, which gets a directory for each job.')
@@ -137,13 +149,13 @@ def _run_all(flags: argparse.Namespace, jobs: list[SweepJob]) -> int:
     for number, job in enumerate(jobs, 1):
       of_job = argparse.Namespace(**vars(flags))
       _choose(of_job, job)
-      print(f'spmd-tasks: job {number} of {len(jobs)}: {of_job.job_log_dir}', file=sys.stderr, flush=True)
+      print(f'spmd-tasks: job {number} of {count}: {of_job.job_log_dir}', file=sys.stderr, flush=True)
       codes[job.name] = run_flags(of_job, called=time.monotonic())
       if codes[job.name] in (exit_codes.PREEMPTED, exit_codes.INTERRUPTED):
         return codes[job.name]
   failed = {name: code for name, code in codes.items() if code != exit_codes.OK}
   if failed:
-    print(f'spmd-tasks: {len(failed)} of {len(jobs)} jobs failed: {", ".join(failed)}', file=sys.stderr)
+    print(f'spmd-tasks: {len(failed)} of {count} jobs failed: {", ".join(failed)}', file=sys.stderr)
   elif flags.mode == 'train':
-    print(f'spmd-tasks: all {len(jobs)} jobs are complete: --mode compare {flags.job_log_dir}', file=sys.stderr)
+    print(f'spmd-tasks: all {count} jobs are complete: --mode compare {flags.job_log_dir}', file=sys.stderr)
   return next(iter(failed.values()), exit_codes.OK)

@@ -1,0 +1,107 @@
+"""A sweep whose settings Optuna chooses, each by the results of the earlier ones.
+
+    def sweep(self):
+      return by_optuna({'learning_rate': FloatDistribution(1e-4, 1e-1, log=True)}, 20, metric='eval/valid/loss')
+
+`--sweep all` runs its jobs, `trial_0000` and so on. Optuna's study is `<job_log_dir>/optuna.log`: a sweep that is
+killed continues the job that ran, and chooses the others as it would have.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import math
+import os
+from typing import Any, Literal
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
+from spmd_tasks.files import absolute_path, is_remote, make_directory
+from spmd_tasks.programs.recorded_runs import find_runs
+from spmd_tasks.sweeps.jobs import SweepJob, make_job
+
+_STUDY_FILE, _STUDY_NAME = 'optuna.log', 'sweep'
+
+
+@dataclasses.dataclass(frozen=True)
+class ByOptuna:
+  """A sweep whose settings Optuna chooses; see `by_optuna`."""
+
+  distributions: Mapping[str, Any]
+  count: int
+  metric: str
+  direction: Literal['minimize', 'maximize']
+  sampler: Callable[..., Any] | None
+
+  def example(self) -> SweepJob:
+    """Returns a job with one value of each distribution, by which paths and types are checked."""
+    settings = {path: getattr(x, 'choices', None) or (x.low,) for path, x in self.distributions.items()}
+    return make_job('trial', {path: values[0] for path, values in settings.items()})
+
+  def jobs(self, directory: str) -> Iterator[SweepJob]:
+    """Yields one job after another, and tells Optuna the result of each when the next is asked for.
+
+    A job that fails, or whose metric is not finite, is a failed trial. Raises a UserError: Optuna is not installed, the
+    directory is not on a disk, or a complete job does not have the metric.
+    """
+    require('sweep', 'optuna', wants='by_optuna()')
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    path = absolute_path(directory)
+    if is_remote(path):
+      raise UserError(f'--job_log_dir {directory} is in an object store, and the study of by_optuna() needs a disk.')
+    make_directory(path)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = optuna.storages.JournalStorage(JournalFileBackend(os.fspath(path / _STUDY_FILE)))
+    study = optuna.create_study(storage=storage, study_name=_STUDY_NAME, direction=self.direction, load_if_exists=True)
+    for number in range(self.count):
+      trials = study.get_trials(deepcopy=False)
+      if number == len(trials):
+        study.sampler = (self.sampler or optuna.samplers.TPESampler)(seed=number)  # the same after a restart
+        settings = study.ask(dict(self.distributions)).params
+      elif trials[number].state.is_finished():
+        continue
+      else:  # it ran when the sweep was killed
+        settings = trials[number].params
+      job = make_job(f'trial_{number:04d}', settings)
+      yield job
+      value = self._result(path / job.name)
+      if value is None:
+        study.tell(number, state=optuna.trial.TrialState.FAIL)
+      else:
+        study.tell(number, value)
+
+  def _result(self, directory: Any) -> float | None:
+    """Returns the last value of the metric; None if the job has failed, or the value is not finite."""
+    try:
+      [run] = find_runs([directory])
+    except UserError:  # it failed before it began
+      return None
+    values = [line[self.metric] for line in run.lines.values() if self.metric in line]
+    if run.has_ended and not values:
+      names = sorted({name for line in run.lines.values() for name in line})
+      raise UserError(
+        f'by_optuna() has the metric {self.metric!r}, which {directory} has not: it has {", ".join(names)}.'
+      )
+    is_result = run.has_ended and isinstance(values[-1], float) and math.isfinite(values[-1])
+    return values[-1] if is_result else None
+
+
+def by_optuna(
+  distributions: Mapping[str, Any],
+  count: int,
+  *,
+  metric: str,
+  direction: Literal['minimize', 'maximize'] = 'minimize',
+  sampler: Callable[..., Any] | None = None,
+) -> ByOptuna:
+  """Returns a sweep whose settings Optuna chooses (`pip install 'spmd-tasks[sweep]'`).
+
+  Args:
+    distributions: by path, one of `optuna.distributions`, of values that `--set` takes.
+    count: how many jobs; it may grow later.
+    metric: whose last value is the result, such as 'eval/valid/loss' or 'loss'.
+    direction: 'minimize' or 'maximize'.
+    sampler: a function of `seed`, such as `optuna.samplers.RandomSampler`; None: TPESampler.
+  """
+  return ByOptuna(distributions, count, metric, direction, sampler)

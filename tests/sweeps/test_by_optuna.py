@@ -1,0 +1,58 @@
+"""Optuna chooses the jobs of a sweep: by their results, and the same ones after a kill."""
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.sweeps import by_optuna
+from tests import binary
+from tests.sweeps.small_sweeps import Shapes
+
+optuna = pytest.importorskip('optuna')
+
+
+def sweep(count=3, **settings):
+  rates = optuna.distributions.FloatDistribution(0.01, 1.0, log=True)
+  notes = optuna.distributions.CategoricalDistribution(('a', 'b'))
+  return by_optuna({'learning_rate': rates, 'note': notes}, count, **{'metric': 'eval/valid/loss'} | settings)
+
+
+class Chosen(Shapes):
+  ici_mesh_shape = (1, 8, 1)
+
+  def sweep(self):
+    return sweep()
+
+
+class OtherMetric(Chosen):
+  def sweep(self):
+    return sweep(1, metric='eval/valid/los')
+
+
+def run(directory, *flags, exp='Chosen'):
+  job = ('--exp', f'{__name__}.{exp}', '--mode', 'train', '--job_log_dir', directory)
+  return binary.run_in_process(*job, *(flags or ('--sweep', 'all')))
+
+
+def test_results_are_told_and_a_killed_sweep_continues_with_the_same_job(tmp_path, capfd):
+  assert run(tmp_path) == exit_codes.OK
+  storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / 'optuna.log')))
+  trials = optuna.load_study(storage=storage, study_name='sweep').trials
+  losses = [binary.column(tmp_path / f'trial_{i:04d}' / 'eval' / 'valid', 'loss')[6] for i in range(3)]
+  assert [trial.value for trial in trials] == losses
+  assert len({trial.params['learning_rate'] for trial in trials}) == 3
+  capfd.readouterr()
+  assert run(tmp_path) == exit_codes.OK
+  assert 'job 1' not in capfd.readouterr().err
+  killed = next(sweep(4).jobs(str(tmp_path)))  # asked for, and never told
+  assert killed.name == 'trial_0003'
+  assert next(sweep(4).jobs(str(tmp_path))) == killed
+
+
+def test_a_metric_that_no_job_has_is_refused_with_those_that_it_has(tmp_path, capfd):
+  assert run(tmp_path, exp='OtherMetric') == exit_codes.USAGE
+  assert "the metric 'eval/valid/los', which" in capfd.readouterr().err
+
+
+def test_a_single_job_cannot_be_chosen(tmp_path, capfd):
+  assert run(tmp_path, '--sweep_index', 1) == exit_codes.USAGE
+  assert '--mode train --sweep all runs them' in capfd.readouterr().err
