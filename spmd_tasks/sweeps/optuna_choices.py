@@ -83,8 +83,8 @@ class ByOptuna:
       raise UserError(
         f'by_optuna() has the metric {self.metric!r}, which {directory} has not: it has {", ".join(names)}.'
       )
-    is_result = run.has_ended and isinstance(values[-1], float) and math.isfinite(values[-1])
-    return values[-1] if is_result else None
+    value = values[-1] if run.has_ended else None
+    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def by_optuna(
