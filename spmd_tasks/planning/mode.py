@@ -2,7 +2,7 @@
 
 The experiment's own steps are compiled for the target; with `--no_compile`, and if the target's compiler is not
 installed, the train step is only traced. The report goes to stdout, and with `--plan_out` as plan.json
-and plan.html into a directory.
+and plan.html into a directory, beside the config.json of the fastest settings that `--search` found to fit.
 """
 
 import json
@@ -10,6 +10,7 @@ import json
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command
+from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
@@ -17,6 +18,7 @@ from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import mesh_devices
 from spmd_tasks.planning.search import search
 from spmd_tasks.planning.targets import Target, has_compiler
+from spmd_tasks.programs.job_directory import CONFIG_FILE, write_config
 
 
 def run(command: Command) -> int:
@@ -49,13 +51,20 @@ def run(command: Command) -> int:
   job = command.resolve(prepare=start_devices).build()
   assert target is not None
   made = make_plan(job, target, steps=(flags.plan_steps or 'train').split(','), compiles=compiles)
+  fastest = None
   if flags.search:
     made['search'] = search(lambda overrides: command.resolve(after=overrides), target)
+    fastest = next(iter(made['search']['best']), None)
   if flags.plan_out:  # before it is printed: a reader may want only the beginning
     directory = absolute_path(flags.plan_out)
     with storage_errors(directory):
       directory.mkdir(parents=True, exist_ok=True)
       write_durably(directory / 'plan.json', json.dumps(made, indent=1) + '\n')
       write_durably(directory / 'plan.html', plan_page(made))
+      if fastest:
+        write_config(directory, json.dumps(to_json(command.resolve(after=fastest['overrides']))))
   print(format_plan(made), flush=True)
+  if fastest and flags.plan_out:
+    config = f'{flags.plan_out}/{CONFIG_FILE}'
+    print(f'the fastest settings that fit: spmd-tasks --config {config} --mode train --job_log_dir DIR', flush=True)
   return exit_codes.FAILED if made['fits'] is False else exit_codes.OK

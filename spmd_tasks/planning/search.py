@@ -227,6 +227,7 @@ def _row(candidate: Candidate, start: Candidate) -> Json:
   plan = candidate.plan
   return {
     'flags': _flags(candidate.settings, start.settings),
+    'overrides': _overrides(candidate.settings, start.settings),
     **{name: plan[name] for name in ('predicted_step_s', 'predicted_mfu', 'peak_bytes', 'fits', 'mesh')},
     'limit': plan['terms'][0]['name'],
     'gain_s': start.seconds - candidate.seconds,

@@ -10,7 +10,7 @@ For a depth L, `chosen_by_depth` in the printed config says what was chosen, and
   arXiv 2203.15556);
 * batch: 0.58 * tokens^0.571 tokens (the Step Law: Li et al., arXiv 2503.04715), rounded to 2^n or 3 * 2^n rows;
 * learning rate: `base_rate` at the base width and depth, by muP for both (mup.py);
-* mesh: all devices on the axis `data`. `--mode plan --search` finds faster ones for a large model.
+* mesh: all devices on the axis `data`. `--mode plan --search` chooses mesh, remat policy and microbatches for a target.
 
 A field that a subclass or `--set` sets is not chosen, and those that follow from it are: `--set batch_size=8` changes
 the number of steps too.
@@ -76,10 +76,14 @@ class Ladder(DenseLanguageModel):
     reason = f'{num_tokens:,.0f} tokens, {self.tokens_per_parameter:g} for each of {num_params:,} parameters'
     steps = choose('num_train_steps', evals * _NUM_EVALS, reason)
     choose('eval_every_steps', max(steps // _NUM_EVALS, 1), f'{_NUM_EVALS} times')
-    choose('eval_batches', max(_NUM_EVAL_ROWS // rows, 1), f'the same {_NUM_EVAL_ROWS} rows at every depth')
+    eval_batches = max(_NUM_EVAL_ROWS // rows, 1)
+    is_exact = eval_batches * rows == _NUM_EVAL_ROWS
+    reason = f'the same {_NUM_EVAL_ROWS} rows' if is_exact else f'{eval_batches * rows} rows, near {_NUM_EVAL_ROWS}'
+    choose('eval_batches', eval_batches, f'{reason} at every depth')
     choose('learning_rate', self.base_rate, f'of width {self.base_width} and {self.base_depth} layers, by muP')
     choose('mup_base_width', self.base_width, 'the width of the learning rate')
     choose('mup_base_depth', self.base_depth, 'the layers of the learning rate')
+    choose('ici_mesh_shape', Ladder.ici_mesh_shape, 'all devices on `data`; --mode plan --search finds a faster one')
     object.__setattr__(self, 'chosen_by_depth', tuple(reasons))
     super().__post_init__()
 

@@ -5,8 +5,12 @@ import math
 
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
+from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
+from spmd_tasks.main import run
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning import search as search_module
 from spmd_tasks.planning.search import search
@@ -85,3 +89,16 @@ def test_axes_that_split_nothing_get_no_devices(monkeypatch):
 def test_without_times_there_is_nothing_to_search():
   with pytest.raises(UserError, match='cpu:8 has none: give --target'):
     search(resolver('lm.StdlibTiny'), parse_target('cpu:8'))
+
+
+def test_the_fastest_settings_that_fit_start_a_job(monkeypatch, tmp_path, capfd):
+  monkeypatch.setattr(search_module, 'make_plan', made_up_plan)
+  flags = f'--set batch_size=64 --set remat_policy=none --target {TARGET.name} --no_compile --search'.split()
+  flags += ['--plan_out', str(tmp_path / 'plan')]
+  assert run(['--exp', 'lm.StdlibTiny', '--mode', 'plan', *flags]) == exit_codes.OK
+  assert f'spmd-tasks --config {tmp_path}/plan/config.json --mode train' in capfd.readouterr().out
+  saved = read_saved_config(tmp_path / 'plan' / 'config.json')
+  assert not saved.why_unsigned
+  experiment, task = (resolved := from_json(saved)).experiment, resolved.build().task
+  assert (experiment.ici_mesh_shape, experiment.remat_policy) == ((1, 8, 1), 'elementwise')
+  assert task.learner.num_microbatches == 2
