@@ -1,7 +1,11 @@
 """Small with a hook that logs an image, a histogram and a table after every third step."""
 
+import dataclasses
+
+import fiddle as fdl
 import numpy as np
 
+from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.runtime.media import Histogram, Image, Table
 from tests.programs.small_jobs import Small
@@ -22,6 +26,23 @@ class WithMedia(Small):
 
   def hooks(self):
     return [LogMedia()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PicturingLoss(LanguageModelLoss):
+  """Its summary `ids` is a picture of the batch."""
+
+  def __call__(self, predictions, batch):
+    return super().__call__(predictions, batch).replace(summaries={'ids': Image(batch['ids'] / 258)})
+
+
+class WithPictures(WithMedia):
+  """The loss logs a picture too, in training and in evals."""
+
+  def task(self):
+    task = super().task()
+    task.loss = fdl.Config(PicturingLoss)
+    return task
 
 
 class Short(WithMedia):

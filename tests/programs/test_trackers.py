@@ -13,7 +13,7 @@ from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
 from tests.programs.media_experiment import PIXELS
 
-EXPERIMENT = 'tests.programs.media_experiment.WithMedia'
+EXPERIMENT = 'tests.programs.media_experiment.WithPictures'
 JOB = ('--exp', EXPERIMENT, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every=10')
 BOTH = "trackers=('wandb', 'mlflow')"
 
@@ -72,7 +72,7 @@ def records(data: bytes) -> Iterator[bytes]:
 def test_offline_runs_of_wandb(tracked):
   from wandb.proto.wandb_internal_pb2 import Record
 
-  losses, eval_losses, ids, config, with_picture = {}, {}, [], {}, []
+  losses, eval_losses, ids, config, with_picture, with_eval_picture = {}, {}, [], {}, [], []
   files = sorted((tracked / 'job' / 'wandb').glob('offline-run-*/*.wandb'))
   for file in files:
     for record in map(Record.FromString, records(file.read_bytes())):
@@ -82,6 +82,7 @@ def test_offline_runs_of_wandb(tracked):
       if record.WhichOneof('record_type') == 'history':
         row = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         with_picture += [record.history.step.num] * any(name.startswith('pictures/noise') for name in row)
+        with_eval_picture += [record.history.step.num] * any(name.startswith('eval/valid/ids') for name in row)
         losses |= {record.history.step.num: row['loss']} if 'loss' in row else {}
         eval_losses |= {record.history.step.num: row['eval/valid/loss']} if 'eval/valid/loss' in row else {}
   assert (len(files), len(set(ids))) == (2, 1)
@@ -90,6 +91,7 @@ def test_offline_runs_of_wandb(tracked):
   media = files[0].parent / 'files' / 'media'
   pictures = sorted((media / 'images' / 'pictures').glob('noise_*.png'))
   assert (with_picture, len(pictures)) == ([3, 6, 9, 12], 3)
+  assert with_eval_picture == sorted(eval_losses)
   np.testing.assert_array_equal(np.asarray(PIL.Image.open(pictures[0])), PIXELS)
   tables = sorted((media / 'table').glob('answers_*.json'))
   assert json.loads(tables[0].read_text())['data'] == [['a|b', 0.5, True], ['c', None, None]]
@@ -108,6 +110,8 @@ def test_runs_of_mlflow_in_files(tracked, monkeypatch):
   assert tuple({each.step: each.value for each in history} for history in histories) == losses_of(tracked / 'job')
   artifacts = [file.path for file in client.list_artifacts(run.info.run_id, 'media/pictures/noise')]
   assert artifacts == [f'media/pictures/noise/step_{step:08d}.png' for step in (3, 6, 9, 12)]
+  of_eval = [file.path for file in client.list_artifacts(run.info.run_id, 'media/eval/valid/ids')]
+  assert of_eval == [f'media/eval/valid/ids/step_{step:08d}.png' for step in sorted(losses_of(tracked / 'job')[1])]
 
 
 @pytest.mark.filterwarnings('default')
