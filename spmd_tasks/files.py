@@ -96,7 +96,7 @@ def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
   return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
 
-def sync_path(path: epath.Path) -> None:
+def sync_path(path: epath.PathLike) -> None:
   """Flushes a local file or directory to the disk; in a store, writes all appended data."""
   if is_remote(path):
     append_objects.flush()
