@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 import subprocess
+import tarfile
 
 import pytest
 
@@ -14,6 +15,17 @@ from tests import binary, forked
 install_shims()  # lets the tests import Praxis
 
 PAX_EXPERIMENTS = Path(__file__).parents[2] / 'data'  # holds the package pax_lab
+# Losses of steps 4 and 5, computed by Paxml's step function on one device from the checkpoint of `paxml_job`.
+CONTINUED = [4.193216800689697, 4.155379295349121]
+
+
+@pytest.fixture(scope='session')
+def paxml_job(tmp_path_factory) -> Path:
+  """Returns a job of Paxml with the checkpoint of step 3."""
+  directory = tmp_path_factory.mktemp('paxml')
+  with tarfile.open(PAX_EXPERIMENTS / 'paxml_1_4_0' / 'dense_lm_ema.tar.xz') as archive:
+    archive.extractall(directory, filter='data')
+  return directory
 
 
 @pytest.fixture(scope='session')

@@ -69,12 +69,12 @@ def run_decode_program(job_log_dir: str, output: str, experiment_path: str) -> N
 
 
 def write_as_paxml(job_log_dir: str, *directories: str) -> None:
-  """Writes a job's checkpoint of step 3 to each directory in Paxml's format with `tensorstore_use_ocdbt`."""
-  name = Path('checkpoints', 'checkpoint_00000003')
+  """Writes a job's checkpoint of step 20 to each directory in Paxml's format with `tensorstore_use_ocdbt`."""
+  name = Path('checkpoints', 'checkpoint_00000020')
   handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
   state = handler.restore(job_log_dir / name / 'state')
   variables = {'params': state['weights'], **(state.get('non_trainable') or {})}
-  paxml = {'step': np.uint32(3), 'mdl_vars': variables, 'opt_states': state['learner']['opt_state']}
+  paxml = {'step': np.uint32(20), 'mdl_vars': variables, 'opt_states': state['learner']['opt_state']}
   for directory in directories:
     path = directory / name
     (path / 'metadata').mkdir(parents=True)

@@ -58,9 +58,12 @@ def split_metrics(line):
 
 @pytest.fixture(scope='module')
 def ended_runs(run_pax_together, tmp_path_factory):
-  """Runs UntilTarget, whose second eval ends it at step 4, and EvalOnly; returns the directory and the last stderr."""
+  """Runs UntilTarget, whose second eval ends it at step 4, and EvalOnly; returns the directory and the last stderr.
+
+  On three devices, for which most sizes are padded.
+  """
   directory = tmp_path_factory.mktemp('ended')
-  flags = ('--job_log_dir', directory, *FOUR)
+  flags = ('--job_log_dir', directory, '--num_fake_devices', 3, '--set', 'ici_mesh_shape=1,1,3')
   eval_only = ('--exp', 'pax_cases.ending.EvalOnly', '--mode', 'eval', '--accept_config_changes', *flags)
   (code, stderr), (eval_code, eval_stderr) = run_pax_together(
     ('--exp', 'pax_cases.ending.UntilTarget', *FLAGS, *flags), eval_only
