@@ -63,7 +63,7 @@ def _partition(*args: Any, **settings: Any) -> Any:
 
 
 _partition_spmd_model = experiment.partition_spmd_model
-_models = Shared(_partition, max_kept=6)
+_models = Shared(_partition, max_kept=10)
 _decode_steps = Shared(decode.DecodeSteps, max_kept=3)
 _model_flops = Shared(hooks.model_flops, max_kept=6)
 _WITH_DECODE_STEPS = ('spmd_tasks.loading', 'spmd_tasks.tuning.rollout_sampler')  # imported by who uses them

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
-from spmd_tasks import Experiment, Task
+from spmd_tasks import Experiment, Learner, Task
 from spmd_tasks.layers import declare_weight
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.programs.nnx_experiment import batches
@@ -75,10 +75,15 @@ class OwnFeed(SyntheticLanguageModel):
   """A language model whose feed-forward layers have explicit axes."""
 
   model_dims = 8
-  num_layers = 2
+  num_layers = 1
   num_heads = 2
   seq_len = 4
   batch_size = 8
+
+  def task(self):
+    task = super().task()
+    task.learner = fdl.Config(Learner, optimizer=fdl.Config(optax.sgd, 0.1))
+    return task
 
   def ffn(self):
     return fdl.Config(ExplicitFeed)

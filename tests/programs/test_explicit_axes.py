@@ -70,7 +70,7 @@ def test_explicit_axes_train_as_plain_jax_does(job_dir):
 @pytest.mark.parametrize(
   'name, shape, overrides',
   [
-    ('Types', (1, 1, 1), ()),
+    pytest.param('Types', (1, 1, 1), (), marks=pytest.mark.exhaustive),  # plain JAX is on one device
     ('Types', (1, 8, 1), ('task.learner.num_microbatches=2',)),  # 60 or 30 rows over 8 devices are not split
     ('InContext', (1, 4, 2), ()),
   ],

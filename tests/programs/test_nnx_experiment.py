@@ -78,16 +78,6 @@ def test_it_trains_as_a_plain_loop_over_the_module_does(job_dir, by_hand):
   np.testing.assert_allclose([*binary.column(job_dir, 'loss').values()], by_hand[0], rtol=1e-5)
 
 
-def test_one_device_gives_the_same_numbers(job_dir):
-  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
-  model = partition_job(resolve(NAME).build(), mesh)
-  state, losses = model.init(0), []
-  for _, batch in zip(range(6), batches(0)):
-    state, metrics = model.train_step(state, model.train_step.place(batch))
-    losses.append(float(metrics['loss']))
-  np.testing.assert_allclose([*binary.column(job_dir, 'loss').values()], losses, rtol=1e-5)
-
-
 def test_it_resumes_bit_for_bit(job_dir, tmp_path):
   copy = binary.copy_at(job_dir, 3, tmp_path / 'copy')
   assert binary.run_in_process(*FLAGS, '--job_log_dir', copy) == 0

@@ -10,7 +10,7 @@ from tests.programs.small_runs import train
 
 def test_a_run_starts_again_from_its_saved_config(tmp_path):
   # Fields of the experiment, of its task and of its input.
-  overrides = ('--set', 'task.learner.clip_global_norm=0.25', '--set', 'train_input.text.noise=0.3')
+  overrides = ('--set', 'task.learner.optimizer.learning_rate=0.02', '--set', 'train_input.text.noise=0.3')
   settings = ('--num_train_steps', 5, '--seed', 3, *overrides)
   assert train(tmp_path / 'first', *settings) == exit_codes.OK
   saved = tmp_path / 'first' / 'config.json'
@@ -29,13 +29,13 @@ def test_other_settings_are_refused_and_can_be_accepted(tmp_path, capsys):
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
   before = binary.snapshot(directory)
-  clipping, noise = 'task.learner.clip_global_norm=0.25', 'train_input.text.noise=0.2'
-  changed = ('--num_train_steps', 4, '--set', clipping, '--set', noise)
+  rate, noise = 'task.learner.optimizer.learning_rate=0.02', 'train_input.text.noise=0.2'
+  changed = ('--num_train_steps', 4, '--set', rate, '--set', noise)
   capsys.readouterr()
   assert train(directory, *changed) == exit_codes.USAGE
   message = capsys.readouterr().err
   assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with another config:\n")
-  assert '\n  task.learner.clip_global_norm: 1.0 -> 0.25\n' in message
+  assert '\n  task.learner.optimizer.learning_rate: 0.01 -> 0.02\n' in message
   assert '\n  train_input.text.noise: 0.1 -> 0.2\n' in message
   assert '--accept_config_changes' in message
   assert 'num_train_steps' not in message  # which may change
@@ -49,7 +49,7 @@ def test_other_settings_are_refused_and_can_be_accepted(tmp_path, capsys):
 
   assert train(directory, *changed[:4], '--accept_config_changes') == exit_codes.OK
   assert list(binary.column(directory, 'loss')) == [1, 2, 3, 4]
-  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.clip_global_norm'] == 0.25
+  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.optimizer.learning_rate'] == 0.02
 
 
 def test_what_changes_no_number_may_change(finished_job, tmp_path):

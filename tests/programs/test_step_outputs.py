@@ -96,7 +96,9 @@ def reference(weights, batch):
   return np.square(predictions - batch['y']).sum(-1), predictions
 
 
-@pytest.mark.parametrize('shape, num_microbatches', [((1, 1, 1), 1), ((1, 4, 2), 3)])
+@pytest.mark.parametrize(
+  'shape, num_microbatches', [pytest.param((1, 1, 1), 1, marks=pytest.mark.exhaustive), ((1, 4, 2), 3)]
+)
 def test_rows_are_those_of_the_batch(shape, num_microbatches):
   from spmd_tasks.config import resolve
 

@@ -5,6 +5,7 @@ import shutil
 import fiddle as fdl
 import jax
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
@@ -33,7 +34,7 @@ class Upcycled(Small):
 
   def task(self):
     task = super().task()
-    task.learner.optimizer.learning_rate = 0.0
+    task.learner.optimizer = fdl.Config(optax.sgd, learning_rate=0.0, momentum=0.9)
     return task
 
   def ffn(self):
