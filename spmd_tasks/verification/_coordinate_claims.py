@@ -164,8 +164,8 @@ class _Sizes:
 
 
 def _overrides(values: Mapping[str, Any], width: int) -> tuple[str, ...]:
-  own = values['model_dims']
   """Returns the overrides for a width; it multiplies all fields in _WIDTHS."""
+  own = values['model_dims']
   sizes = {name: values[name] for name in _WIDTHS if isinstance(values.get(name), int)}
   if uneven := [f'{name} = {size}' for name, size in sizes.items() if size * width % own]:
     raise UserError(f'width {width} is {width / own:g} times model_dims = {own}, and {uneven[0]} is not divisible so.')

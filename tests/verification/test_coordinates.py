@@ -53,19 +53,36 @@ class Experts(Dense, MoeLanguageModel):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterAtFullRate(AdamW):
+class OneAtFullRate(AdamW):
+  """The learning rate of `kernel` does not follow its fan-in."""
+
+  kernel: str
+
   def _width_factors(self, weight_specs):
     factors = super()._width_factors(weight_specs)
     return jax.tree_util.tree_map_with_path(
-      lambda path, factor: 1.0 if 'router' in leaf_name(path) else factor, factors
+      lambda path, factor: 1.0 if self.kernel in leaf_name(path) else factor, factors
     )
 
 
-class UnscaledRouter(Experts):
+def unscaled(kernel):
+  """The method `optimizer` of an experiment with OneAtFullRate."""
+
   def optimizer(self):
-    adam = super().optimizer()
-    fdl.update_callable(adam, RouterAtFullRate)
+    adam = fdl.copy_with(SyntheticLanguageModel.optimizer(self))
+    fdl.update_callable(adam, OneAtFullRate)
+    adam.kernel = kernel
     return adam
+
+  return optimizer
+
+
+class UnscaledUp(Dense):
+  optimizer = unscaled('ffn/up')
+
+
+class UnscaledRouter(Experts):
+  optimizer = unscaled('router')
 
 
 class TinyLadder(Ladder):
@@ -95,7 +112,8 @@ def test_mup_holds(experiment):
   [
     (WrongFanIn, 'stack/layers/ffn/down', 'start'),
     pytest.param(NoOutputMultiplier, 'embedding/attend', 'start', marks=pytest.mark.exhaustive),
-    (UnscaledRouter, 'stack/layers/ffn/router/kernel', 'weight'),
+    (UnscaledUp, 'stack/layers/ffn/up/kernel', 'weight'),
+    pytest.param(UnscaledRouter, 'stack/layers/ffn/router/kernel', 'weight', marks=pytest.mark.exhaustive),
   ],
   ids=lambda value: getattr(value, '__name__', ''),
 )

@@ -26,7 +26,7 @@ from spmd_tasks.verification import Bench, Setting
 from spmd_tasks.verification.mode import CLAIMS
 from tests.runtime.loss_curves import source_of
 from tests.shared_models import shared_models
-from tests.verification.whole_step import StagedStep, WholeStep
+from tests.verification.whole_step import StagedStep, WholeStep, WholeStepOfExperts
 
 Original = Callable[..., Any]
 
@@ -164,6 +164,7 @@ class Fault(NamedTuple):
   claim: str
   subject: str = ''
   leaf: str = ''
+  experiment: type = WholeStep
 
 
 FORMULAS, MICROBATCHES = 'the formulas', '4 against'
@@ -193,7 +194,12 @@ FAULTS = {
     task_module, 'accumulate_gradients', changes_the_loss_of_microbatches(same_masks), 'microbatches', MICROBATCHES
   ),
   'aux losses count twice with microbatches': Fault(
-    task_module, 'accumulate_gradients', changes_the_loss_of_microbatches(with_aux_twice), 'microbatches', MICROBATCHES
+    task_module,
+    'accumulate_gradients',
+    changes_the_loss_of_microbatches(with_aux_twice),
+    'microbatches',
+    MICROBATCHES,
+    experiment=WholeStepOfExperts,
   ),
   'one mask for all rows': Fault(jax.random, 'bernoulli', same_mask_for_all_rows, 'dropout', 'masks, one', 'rows of'),
   'documents see one another': Fault(
@@ -227,9 +233,14 @@ DEFAULT = {
 
 
 @pytest.fixture(scope='module')
-def bench():
-  with contextlib.closing(Bench(source_of(WholeStep), num_devices=1, num_steps=3)) as bench:
-    yield bench
+def bench_of():
+  """A function of an experiment: its Bench, one for all tests."""
+  with contextlib.ExitStack() as benches:
+    yield functools.cache(
+      lambda experiment: benches.enter_context(
+        contextlib.closing(Bench(source_of(experiment), num_devices=1, num_steps=3))
+      )
+    )
 
 
 def decide(bench: Bench, claim: str, subject: str):
@@ -268,8 +279,9 @@ def without_faulty_programs(bench: Bench, fault: Fault) -> Iterator[None]:
 @pytest.mark.parametrize(
   'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in DEFAULT)) for name in FAULTS]
 )
-def test_a_fault_of_all_layouts_is_found(name, bench, monkeypatch):
+def test_a_fault_of_all_layouts_is_found(name, bench_of, monkeypatch):
   fault = FAULTS[name]
+  bench = bench_of(fault.experiment)
   with contextlib.ExitStack() as stack:
     if fault.owner in OUTSIDE_OF_PROGRAMS:
       stack.enter_context(shared_models())

@@ -5,23 +5,20 @@ import fiddle as fdl
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel, SyntheticLanguageModel
 
 
-class WholeStep(MoeLanguageModel, SyntheticLanguageModel):
-  """Experts, aux losses, dropout, label smoothing, z-loss, a schedule, decay, clipping, and averaged weights."""
+class WholeStep(SyntheticLanguageModel):
+  """Dropout, label smoothing, z-loss, a schedule, decay, clipping, and averaged weights."""
 
   vocab_size = 12
   model_dims = 8
   num_layers = 2
   num_heads = 2
   hidden_dims = 12
-  num_experts, num_selected_experts = 2, 1
   seq_len = 8
   batch_size = 8
   eval_batches = 2
   num_train_steps = 8
   warmup_fraction = 0.25
   learning_rate = 3e-2
-  load_balance_weight = 0.2
-  router_z_weight = 0.1
   dropout_rate: float = 0.25
   num_learner_microbatches: int = 1
 
@@ -38,6 +35,14 @@ class WholeStep(MoeLanguageModel, SyntheticLanguageModel):
     task.learner.ema_decay = 0.9
     task.eval_with_ema = True
     return task
+
+
+class WholeStepOfExperts(MoeLanguageModel, WholeStep):
+  """With experts and aux losses."""
+
+  num_experts, num_selected_experts = 2, 1
+  load_balance_weight = 0.2
+  router_z_weight = 0.1
 
 
 class StagedStep(PipelinedLanguageModel, SyntheticLanguageModel):
