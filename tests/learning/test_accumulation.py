@@ -76,14 +76,14 @@ def test_mean_equals_the_full_batch(num_microbatches, weights, batch):
   np.testing.assert_allclose(grads['table'], grad, rtol=1e-5, atol=1e-7)
   np.testing.assert_allclose(output.loss, loss, rtol=1e-6)
   assert output.weight == batch['weights'].sum()
-  _, whole = loss_fn(weights, batch, None)
+  _, whole = jax.jit(lambda w, b: loss_fn(w, b, None))(weights, batch)
   for name, (mean, weight) in whole.metrics.items():
     np.testing.assert_allclose(output.metrics[name][0], mean, rtol=1e-6, err_msg=name)
     assert output.metrics[name][1] == weight
 
 
 def test_sum_adds_the_microbatches_mean_gradients(weights, batch):
-  output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4, 'sum')
+  output, grads = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, None, 4, 'sum'))(weights, batch)
   expected = np.zeros((V, V))
   for m in range(4):
     expected += full_batch(weights, {name: x[m::4] for name, x in batch.items()})[1]
@@ -130,23 +130,29 @@ def with_aux_losses_in_float64(weights, batch, normalization):
 
 
 @pytest.mark.parametrize('normalization', ['tokens', 'all_tokens', 'sequences', 'sum', 10.0])
-@pytest.mark.parametrize('num_microbatches', [2, 4])
+@pytest.mark.parametrize('num_microbatches', [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_aux_losses_count_once_for_any_number_of_microbatches(normalization, num_microbatches, weights, batch):
   """One of four microbatches has no tokens."""
   compute = with_aux_losses(normalization)
   loss, grad, aux = with_aux_losses_in_float64(weights, batch, normalization)
-  output, grads = jax.jit(lambda w, b: accumulate_gradients(compute, w, b, None, num_microbatches))(weights, batch)
+
+  @jax.jit
+  def both(weights, batch):
+    whole = jax.value_and_grad(compute, has_aux=True)(weights, batch, None)
+    return accumulate_gradients(compute, weights, batch, None, num_microbatches), whole
+
+  (output, grads), ((full_loss, _), full_grads) = both(weights, batch)
   np.testing.assert_allclose(output.loss, loss, rtol=1e-5)
   np.testing.assert_allclose(grads['table'], grad, rtol=1e-4, atol=1e-6)
   for name, value in aux.items():
     np.testing.assert_allclose(output.metrics[name][0], value, rtol=1e-5, err_msg=name)
-  (full_loss, _), full_grads = jax.value_and_grad(compute, has_aux=True)(weights, batch, None)
   np.testing.assert_allclose(full_loss, loss, rtol=1e-5)
   np.testing.assert_allclose(full_grads['table'], grad, rtol=1e-4, atol=1e-6)
 
 
 def test_aux_losses_of_a_sum_count_once_per_microbatch_in_mode_sum(weights, batch):
-  output, grads = accumulate_gradients(with_aux_losses('sum'), weights, batch, None, 2, 'sum')
+  accumulate = jax.jit(lambda w, b: accumulate_gradients(with_aux_losses('sum'), w, b, None, 2, 'sum'))
+  output, grads = accumulate(weights, batch)
   halves = [with_aux_losses_in_float64(weights, {k: x[m::2] for k, x in batch.items()}, 'sum') for m in range(2)]
   np.testing.assert_allclose(output.loss, sum(half[0] for half in halves), rtol=1e-5)
   np.testing.assert_allclose(grads['table'], sum(half[1] for half in halves), rtol=1e-4, atol=1e-6)
@@ -166,7 +172,7 @@ def test_a_microbatch_of_weight_0_contributes_nothing(is_sum, mode, weights, bat
     loss = loss * (weight if is_sum else 1.0) + nan
     return loss, output.replace(loss=loss, is_sum=is_sum, metrics=metrics, updated_variables=updated)
 
-  output, grads = accumulate_gradients(unguarded, weights, batch, None, 4, mode)
+  output, grads = jax.jit(lambda w, b: accumulate_gradients(unguarded, w, b, None, 4, mode))(weights, batch)
   parts = [{name: x[m::4] for name, x in batch.items()} for m in (0, 2, 3)]
   counts = np.array([part['weights'].sum() for part in parts])
   losses, gradients = zip(*(full_batch(weights, part) for part in parts), strict=True)
@@ -190,9 +196,9 @@ def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
     return output.loss + num_rows * jnp.sum(weights['count']), output
 
   both, is_sum = weights | {'count': jnp.zeros(2)}, dict.fromkeys(weights, False) | {'count': True}
-  _, grads = accumulate_gradients(counting, both, batch, None, 4, mode, is_sum)
+  _, grads = jax.jit(lambda w, b: accumulate_gradients(counting, w, b, None, 4, mode, is_sum))(both, batch)
   np.testing.assert_array_equal(grads['count'], [B, B])
-  _, expected = accumulate_gradients(loss_fn, weights, batch, None, 4, mode)
+  _, expected = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, None, 4, mode))(weights, batch)
   np.testing.assert_array_equal(grads['table'], expected['table'])
 
 
@@ -200,11 +206,10 @@ def test_microbatches_after_the_last_token_are_not_computed(weights, batch):
   """Microbatches 2 and 3 (rows 2, 3, 6 and 7) have no segments; their loss weights would count if computed."""
   has_text = np.isin(np.arange(B) % 4, (0, 1))
   segment_ids = np.broadcast_to(has_text[:, None], (B, T)).astype(np.int32)
-  output, grads = accumulate_gradients(
-    loss_fn, weights, batch | {'segment_ids': segment_ids}, None, 4, skips_empty=True
-  )
+  skipping = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, None, 4, skips_empty=True))
+  output, grads = skipping(weights, batch | {'segment_ids': segment_ids})
   batch['weights'] *= has_text[:, None]
-  expected, expected_grads = accumulate_gradients(loss_fn, weights, batch, None, 4)
+  expected, expected_grads = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, None, 4))(weights, batch)
   np.testing.assert_array_equal(grads['table'], expected_grads['table'])
   assert (output.loss, output.weight) == (expected.loss, expected.weight)
   assert output.metrics['accuracy'] == expected.metrics['accuracy']
@@ -213,7 +218,7 @@ def test_microbatches_after_the_last_token_are_not_computed(weights, batch):
 def test_each_microbatch_has_its_own_rng(weights, batch):
   rng = jax.random.key(3)
   expected = np.mean([jax.random.uniform(jax.random.fold_in(rng, m)) for m in range(4)])
-  output, _ = accumulate_gradients(loss_fn, weights, batch, rng, 4)
+  output, _ = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, rng, 4))(weights, batch)
   np.testing.assert_allclose(output.metrics['noise'][0], expected, rtol=1e-6)
 
 

@@ -1,4 +1,7 @@
-"""muP: which fields `with_mup` sets, the learning rates by fan-in, and the sizes of weights at the start."""
+"""muP: which fields `with_mup` sets, the learning rates by fan-in, and the sizes of weights at the start.
+
+That padding does not count as fan-in is a row of tests/runtime/test_numbers_agree.py.
+"""
 
 import math
 
@@ -14,8 +17,6 @@ from spmd_tasks.layers import TokenEmbedding
 from spmd_tasks.learning import Adafactor, AdamW, Muon
 from spmd_tasks.recipes import SyntheticLanguageModel
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.verification import Bench, Setting
-from tests.runtime.loss_curves import source_of
 
 
 def changes(name: str, *overrides: str) -> dict[str, object]:
@@ -125,34 +126,6 @@ def test_a_kernels_learning_rate_follows_its_true_fan_in(optimizer):
     np.testing.assert_allclose(scaled[name], expected, rtol=1e-6, err_msg=name)
     decay = plainly_decayed[name] - plain[name]
     np.testing.assert_allclose(decayed[name] - scaled[name], decay, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-class Uneven(SyntheticLanguageModel):
-  """Heads, hidden dims and rows of the table that the mesh does not divide."""
-
-  mup_base_width = 16
-  mup_base_depth = 1
-  vocab_size = 61
-  model_dims = 30
-  num_layers = 2
-  num_heads = 3
-  num_kv_heads = 1
-  hidden_dims = 45
-  seq_len = 8
-  batch_size = 4
-  num_train_steps = 40
-  warmup_fraction = 0.0
-
-
-def test_padding_does_not_count_as_fan_in():
-  """The formulas, on one device, count the inputs of the true shapes."""
-  bench = Bench(source_of(Uneven), num_devices=8, num_steps=2)
-  formulas = bench.agree(Setting(), Setting(by_formulas=True))
-  padded = bench.agree(Setting(mesh=(('data', 2), ('mdl', 4))), Setting())
-  bench.close()
-  assert formulas.first is None
-  assert padded.first is None
-  assert formulas.num_steps == padded.num_steps == 2
 
 
 @pytest.mark.parametrize('tied', [True, False])

@@ -1,5 +1,7 @@
 """Uneven hybrids, for tests that compare meshes: 3 recurrent heads of values and 1 of keys, and gated attention."""
 
+import fiddle as fdl
+
 from spmd_tasks.recipes import HybridLanguageModel, PipelinedLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 from tests.runtime import moe_experiments, uneven_experiments
@@ -43,3 +45,17 @@ class HybridExperts(_Sizes, moe_experiments.AlongData):
   """6 experts, top 2, along data."""
 
   num_layers = 2
+
+
+class RecurrentExperts(HybridExperts, uneven_experiments.Adafactor):
+  """Without attention, which takes half of the time to compile; with Adafactor and averaged weights."""
+
+  def block(self, ffn):
+    return super().block(ffn).blocks[0]
+
+  def stack(self):
+    return fdl.copy_with(super().stack(), num_layers=self.num_layers)
+
+
+class RecurrentExpertAxis(RecurrentExperts, moe_experiments.ExpertAxis):
+  """With experts split over an axis of their own."""

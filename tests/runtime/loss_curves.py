@@ -4,7 +4,7 @@
 compares metrics, gradients, weights and optimizer state; and it compares the losses of uninterrupted training.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 import functools
 import typing
 
@@ -26,9 +26,9 @@ NUM_STEPS = 12
 COMPARED = (0, 1, 5, 11)
 
 
-def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = (), *, fast: Collection[str]) -> list:
-  """The parameters of a test from rows that start with their names; rows are slow unless their name is in `fast`."""
-  params = [pytest.param(*case, id=case[0], marks=() if case[0] in fast else pytest.mark.slow) for case in cases]
+def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = ()) -> list:
+  """The parameters of a test from rows that start with their names."""
+  params = [pytest.param(*case, id=case[0], marks=pytest.mark.slow) for case in cases]
   marks = (pytest.mark.slow, pytest.mark.exhaustive)
   return params + [pytest.param(*case, id=case[0], marks=marks) for case in exhaustive]
 

@@ -21,7 +21,14 @@ from spmd_tasks.experiments import t5
 from spmd_tasks.recipes import MoeEncoderDecoderLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 from tests.runtime.family_experiments import Families
-from tests.runtime.hybrid_experiments import Hybrid, HybridContext, HybridExperts, HybridPipelined
+from tests.runtime.hybrid_experiments import (
+  Hybrid,
+  HybridContext,
+  HybridExperts,
+  HybridPipelined,
+  RecurrentExpertAxis,
+  RecurrentExperts,
+)
 from tests.runtime.loss_curves import assert_same_run, make_model, random_weights, reference, runner, table
 from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
@@ -34,6 +41,14 @@ class Context(Adafactor):
   mesh_axis_names = ('replica', 'data', 'context', 'mdl')
   ici_mesh_shape = (1, 1, 2, 4)
   axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class ContextMup(AdamW):
+  """Context parallelism, and learning rates by the fan-in, in which padding must not count."""
+
+  mesh_axis_names, ici_mesh_shape, axis_rules = Context.mesh_axis_names, Context.ici_mesh_shape, Context.axis_rules
+  mup_base_width = 15
+  learning_rate = 1e-2
 
 
 class Uneven(t5.V10Tiny, t5.UMT5Tiny):
@@ -72,6 +87,7 @@ BASES = {
   PipelinedAdafactor: (Adafactor, ()),
   PipelinedExperts: (AlongData, SIX),
   HybridContext: (Hybrid, ()),
+  RecurrentExpertAxis: (RecurrentExperts, ()),
   HybridPipelined: (Hybrid, ('num_layers=6',)),
 }
 
@@ -100,18 +116,16 @@ BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
 # Dense rows share a reference with Adafactor and two layers, which fill half of a circular pipeline. Experts use AdamW.
-FAST = ('data 2 x expert 4',)
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
   (
-    'two slices of context 2 x mdl 2, ring, balanced, full remat, 4 microbatches, logits in chunks',
-    Context,
+    'muP, two slices of context 2 x mdl 2, ring, balanced, full remat, 4 microbatches, logits in chunks',
+    ContextMup,
     (1, 1, 2, 2),
     (*BALANCED, *RING, *REMAT, FOUR, *CHUNKS, *SHARED),
     SHARED,
   ),
-  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-  ('recurrent layers, data 2 x mdl 4, 2 microbatches', Hybrid, (1, 2, 4), (TWO,), ()),
+  ('recurrent layers and experts, Adafactor, data 2 x expert 2 x mdl 2', RecurrentExpertAxis, (1, 2, 2, 2), (), ()),
 ]
 # Tests that run by default compare these features on a mesh too: tests/bridges/t5x/test_gin.py (an encoder and a
 # decoder, with the checkpoints of T5X), tests/learning/test_muon.py (Muon),
@@ -125,6 +139,8 @@ ONE_BY_ONE = [
     (*BALANCED, *RING, *UNROLLED, *SHARED),
     SHARED,
   ),
+  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
+  ('recurrent layers, data 2 x mdl 4, 2 microbatches', Hybrid, (1, 2, 4), (TWO,), ()),
   ('recurrent layers, data 2 x mdl 4, full remat', Hybrid, (1, 2, 4), REMAT, ()),
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
@@ -160,13 +176,13 @@ ONE_BY_ONE = [
 ]
 
 
-@pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE, fast=FAST))
+@pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE))
 def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
   base, sizes = BASES.get(experiment, (experiment, ()))
   metrics = None
   if experiment is ExpertAxis and TWO in overrides:  # layers' metrics are weighted by the tokens of a microbatch
     metrics = ('loss', 'loss_weight', 'cross_entropy', 'accuracy')
-  dcn = (1, 2, 1, 1) if name.startswith('two slices') else None
+  dcn = (1, 2, 1, 1) if 'two slices' in name else None
   assert_same_run(runner(experiment, shape, dcn=dcn, overrides=overrides), reference(base, (*sizes, *same)), metrics)
 
 

@@ -1,13 +1,17 @@
 """A PartitionedModel initializes weights on their devices, refuses batches without its spec, and varies dropout."""
 
+import flax.linen as nn
 import jax
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.layers import LanguageModelLoss
+from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 
 
 def partition(*overrides: str) -> PartitionedModel:
@@ -63,11 +67,23 @@ def test_a_batch_that_does_not_match_the_spec_is_refused(model, change, message)
     model.train_step.place(change(batch))
 
 
+class Dropping(nn.Module):
+  """Logits [B, T, V] of which half are dropped."""
+
+  @nn.compact
+  def __call__(self, batch, train=False):
+    table = self.param('table', nn.initializers.normal(1.0), (7, 7))
+    return {'logits': nn.Dropout(0.5, deterministic=not train)(table[batch['ids']])}
+
+
 def test_dropout_differs_by_step():
-  overrides = ('task.learner.optimizer.learning_rate.peak=0', 'task.model.stack.block.dropout_rate=0.5')
-  job = resolve('synthetic.Uneven', overrides).build()
-  model = partition_job(job)
-  batch, state, losses = next(job.train_input.make_iterator()), model.init(0), []
+  batch = {'ids': np.arange(6, dtype=np.int32).reshape(1, 6) % 7, 'weights': np.ones((1, 6), np.float32)}
+  batch['labels'] = batch['ids']
+  task = Task(model=Dropping(), loss=LanguageModelLoss(), learner=optax.sgd(0.0))
+  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
+  spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+  model = partition_spmd_model(task, mesh, spec, axis_rules=DEFAULT_AXIS_RULES)
+  state, losses = model.init(0), []
   for _ in range(2):
     state, metrics = model.train_step(state, model.train_step.place(batch))
     losses.append(float(metrics['loss']))

@@ -159,7 +159,10 @@ def test_variables_are_restored_on_another_mesh_and_evaluated_with_averaged_weig
   np.testing.assert_allclose(live, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 4)], ids=['one device', 'padded'])
+@pytest.mark.parametrize(
+  'shape',
+  [pytest.param((1, 1, 1), id='one device', marks=pytest.mark.exhaustive), pytest.param((1, 2, 4), id='padded')],
+)
 def test_the_average_of_schedule_free_is_restored_and_evaluated(shape, tmp_path):
   """The loss at x = schedule_free_eval_params, from a live state and from a checkpoint."""
   task = Task(

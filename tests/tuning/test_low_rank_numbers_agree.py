@@ -35,7 +35,7 @@ ONE_BY_ONE = [
 ]
 
 
-@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table((), ONE_BY_ONE, fast=()))
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table((), ONE_BY_ONE))
 def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
 

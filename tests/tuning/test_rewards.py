@@ -33,7 +33,7 @@ JOB = ('--exp', 'tests.tuning.reward_experiments.Job', '--mode', 'train')
 MINIBATCHES = ('num_minibatches=2', 'batch_size=16', 'kl_weight=0.1')
 
 
-@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table((), ONE_BY_ONE, fast=()))
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table((), ONE_BY_ONE))
 def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
 

@@ -87,11 +87,16 @@ def test_a_shared_expert_has_a_gate(rng):
   layer, ungated = (make_layer(shared_expert=shared, shared_gate=gated) for gated in (True, False))
   weights = random_weights(layer, x)
   others = {name: weight for name, weight in weights.items() if name != 'shared_gate'}
-  y, _ = layer.apply({'params': weights}, x)
-  both, _ = ungated.apply({'params': others}, x)
-  dense, _ = shared.apply({'params': weights['shared_expert']}, x)
-  gate = jax.nn.sigmoid(x @ weights['shared_gate'])[..., None]
-  np.testing.assert_allclose(y, both - (1 - gate) * dense, atol=1e-5)
+
+  @jax.jit
+  def all_three(weights, others, x):
+    y, _ = layer.apply({'params': weights}, x)
+    both, _ = ungated.apply({'params': others}, x)
+    return y, both, shared.apply({'params': weights['shared_expert']}, x)[0]
+
+  y, both, dense = all_three(weights, others, x)
+  gate = 1 / (1 + np.exp(-np.asarray(x) @ np.asarray(weights['shared_gate'])))
+  np.testing.assert_allclose(y, both - (1 - gate[..., None]) * dense, atol=1e-5)
   with pytest.raises(ValueError, match='shared_gate=True needs a shared_expert'):
     make_layer(shared_gate=True)
 
