@@ -63,19 +63,26 @@ def test_a_parallel_block_with_factors_of_its_sublayers(rng):
   block = TransformerBlock(attention=attention, ffn=ffn, norm=norm, parallel=True, residual_multiplier=0.3)
   weights = random_weights(block, x, None, positions)
   assert weights.keys() == {'attention', 'attention_norm', 'ffn'}
-  normed = norm.apply({'params': weights['attention_norm']}, x)
-  attended = attention.apply({'params': weights['attention']}, normed, None, positions)
-  hidden, _ = ffn.apply({'params': weights['ffn']}, normed)
-  actual, _ = block.apply({'params': weights}, x, None, positions)
-  np.testing.assert_allclose(actual, x + 0.3 * (attended + hidden), atol=1e-5)
+
+  @jax.jit
+  def both(weights):
+    normed = norm.apply({'params': weights['attention_norm']}, x)
+    attended = attention.apply({'params': weights['attention']}, normed, None, positions)
+    hidden, _ = ffn.apply({'params': weights['ffn']}, normed)
+    return block.apply({'params': weights}, x, None, positions)[0], x + 0.3 * (attended + hidden)
+
+  actual, expected = both(weights)
+  np.testing.assert_allclose(actual, expected, atol=1e-5)
   with pytest.raises(ValueError, match='parallel=True needs pre_norm=True'):
     block.clone(pre_norm=False)
 
   def scaled(scale):
-    return block.clone(output_scale=True).apply({'params': {**weights, 'output_scale': scale}}, x, None, positions)[0]
+    y, _ = block.clone(output_scale=True).apply({'params': {**weights, 'output_scale': scale}}, x, None, positions)
+    return jnp.sum(y), y
 
-  np.testing.assert_allclose(scaled(np.full(1, 0.7, np.float32)), 0.7 * actual, atol=1e-5)
-  assert not jax.grad(lambda scale: scaled(scale).sum())(np.ones(1, np.float32))
+  of_scale, y = jax.jit(jax.grad(scaled, has_aux=True))(np.full(1, 0.7, np.float32))
+  np.testing.assert_allclose(y, 0.7 * actual, atol=1e-5)
+  assert not of_scale
 
 
 def test_remat_policies_keep_less_and_less():

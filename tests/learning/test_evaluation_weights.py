@@ -105,5 +105,5 @@ def test_multi_steps_trains_like_its_gradient_transformation(start):
 def test_other_optimizers_evaluate_the_trained_weights(start):
   opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
   for optimizer in (AdamW(learning_rate=0.1), optax.adam(0.1), opaque):
-    state = Learner(optimizer=optimizer).init(start, SPECS)
+    state = jax.eval_shape(lambda weights, learner=Learner(optimizer=optimizer): learner.init(weights, SPECS), start)
     assert not has_evaluation_weights(state.opt_state)

@@ -15,7 +15,7 @@ from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.learning.layerwise import layerwise
 from spmd_tasks.sharding import WeightSpec
 
-L, D, F, H, K, E = 2, 6, 5, 3, 2, 3
+L, D, F, H, K, E = 2, 6, 5, 3, 2, 2
 SPECS = {
   'up': WeightSpec(shape=(L, D, F), init=None, stacked=1, num_input_dims=1),
   'query': WeightSpec(shape=(L, D, H, K), init=None, stacked=1, num_input_dims=1),
@@ -47,7 +47,7 @@ def random_tree(rng):
 
 def trained(optimizer, specs, weights, all_grads):
   learner = Learner(optimizer=optimizer)
-  state = learner.init(weights, specs)
+  state = jax.jit(lambda weights: learner.init(weights, specs))(weights)
   learner.state_split_dims(jax.eval_shape(lambda: state), specs)
   update = jax.jit(lambda g, i, state, w: learner.update(g, jnp.float32(1.5), i, state, w, specs)[:2])
   for i, grads in enumerate(all_grads):
@@ -90,26 +90,24 @@ SMALL = {'min_dim_size_to_factor': 3}
 CASES = [  # fast ones first
   ('trust ratios of layers', optax.lamb, {}),
   ('matrices of layers, joined heads', optax.contrib.muon, {}),
-  ('a mask by the number of dims', lambda learning_rate: optax.adamw(learning_rate, mask=several_dims), {}),
-  ('a norm over all weights', chain(CLIP, optax.scale_by_adam()), {}),
   ('factored moments and rms of layers', optax.adafactor, SMALL),
   ('a norm over a group of one stack', chain(in_group(CLIP, ['query'])), {}),
   ('a norm over all weights before trust ratios', chain(CLIP, optax.scale_by_trust_ratio()), {}),
   ('a norm over all weights and a mask', chain(CLIP, optax.add_decayed_weights(0.1, several_dims)), {}),
   ('a function of all norms', chain(optax.stateless(lambda updates, _: scale_by_norms(updates))), {}),
 ]
-SLOW = [
-  (
+EXHAUSTIVE = [
+  (  # as in test_evaluation_weights.py
     'MultiSteps',
     lambda learning_rate: optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation(),
     {},
   ),
-]
-EXHAUSTIVE = [
   ('finite gradients of a group', chain(in_group(optax.apply_if_finite(optax.adam(1.0), 2), ['experts'])), {}),
   ('a group by paths', chain(in_group(optax.chain(CLIP, optax.scale_by_adam()), ['up', 'norms'], by_path=True)), {}),
   ('a group of a group', chain(in_group(in_group(optax.contrib.normalize(), ['up']), ['up', 'table'])), {}),
   ('rms of blocks in a group', chain(in_group(optax.chain(CLIP, optax.clip_by_block_rms(0.1)), ['experts'])), {}),
+  ('a mask by the number of dims', lambda learning_rate: optax.adamw(learning_rate, mask=several_dims), {}),
+  ('a norm over all weights', chain(CLIP, optax.scale_by_adam()), {}),
   # these read the same quantities as transformations above
   ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
@@ -124,7 +122,6 @@ EXHAUSTIVE = [
 @pytest.mark.parametrize(
   'factory, arguments',
   [pytest.param(*case, id=name) for name, *case in CASES]
-  + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, *case in SLOW]
   + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, *case in EXHAUSTIVE],
 )
 def test_a_stack_is_updated_like_its_layers(factory, arguments, rng):

@@ -144,7 +144,12 @@ def test_weights_of_linen_layers_decay_by_name_and_rank():
   for optimizer in (AdamW(learning_rate=0.1, weight_decay=0.5), Adafactor(learning_rate=0.1, weight_decay=0.5)):
     learner = Learner(optimizer=optimizer)
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    new, *_ = learner.update(zeros, jnp.float32(0), jnp.int32(0), learner.init(weights, specs), weights, specs)
+
+    @jax.jit
+    def update(zeros, weights, learner=learner):
+      return learner.update(zeros, 0.0, jnp.int32(0), learner.init(weights, specs), weights, specs)[0]
+
+    new = update(zeros, weights)
     np.testing.assert_array_equal(new['norm']['scale'], np.ones(4))
     np.testing.assert_array_equal(new['attention']['query']['bias'], np.ones((2, 2)))
     np.testing.assert_allclose(new['in']['kernel'], np.full((4, 4), 0.95), rtol=1e-6)

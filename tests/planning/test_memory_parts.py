@@ -13,7 +13,7 @@ from spmd_tasks.learning import FromOptax
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning.memory import read_buffers
 from spmd_tasks.planning.targets import has_compiler
-from tests.planning.compiled_steps import Mixture, Pipelined, compiled_step
+from tests.planning.compiled_steps import Dense, Mixture, Pipelined, compiled_step
 
 NO_TPU = pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
@@ -73,12 +73,15 @@ def test_the_buffers_of_the_fullest_time_are_found():
   assert (of_gpu.temp_bytes, of_gpu.on_chip_bytes, of_gpu.host_bytes) == (10_777, 0, 888)
 
 
-@pytest.mark.parametrize('experiment', [Mixture, pytest.param(Pipelined, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+  'experiment', [Dense, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (Mixture, Pipelined))]
+)
 def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   plan = make_plan(resolve(experiment, ()).build(), parse_target('cpu:8'))
   _, model, compiled, _ = compiled_step(experiment)
   analysis = compiled.memory_analysis()
   whole = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+  assert (plan['argument_bytes'], plan['temp_bytes']) == (analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)
   parts = plan['memory']
   assert plan['peak_bytes'] == pytest.approx(whole, rel=0.02)  # nearly all of the output is the donated state
   assert sum(parts.values()) == plan['peak_bytes']

@@ -36,7 +36,7 @@ TIMES = {
 @pytest.fixture(scope='module')
 def plan():
   """A plan for CPUs, with memory and times as if it were for a TPU, which it does not fit."""
-  made = make_plan(resolve('pipeline.StdlibTiny', ()).build(), parse_target('cpu:8'))
+  made = make_plan(resolve('pipeline.StdlibTiny', ()).build(), parse_target('cpu:8'), compiles=False)
   memory = {'weights': int(0.4 * GIB), 'activations': int(46.1 * GIB), 'temporaries': int(9.3 * GIB)}
   step = made['steps']['train'] | TIMES
   step |= {'fits': False, 'hbm_bytes': int(15.75 * GIB), 'peak_bytes': int(55.8 * GIB), 'memory': memory}

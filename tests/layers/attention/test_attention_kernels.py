@@ -49,9 +49,9 @@ class Case:
 
 CASES = {
   'window, sinks, cap': Case(window=40, has_sinks=True, cap=5.0, kv_heads=1),
-  'one document': Case(is_packed=False, length=128, kv_heads=4),
 }
 MORE = {
+  'one document': Case(is_packed=False, length=128, kv_heads=4),
   'packed': Case(),
   'not causal': Case(causal=False, is_packed=False),
   'not causal, packed': Case(causal=False),
@@ -229,8 +229,9 @@ def test_tokens_may_come_in_the_balanced_order_and_one_kernel_compute_all_gradie
 
 @pytest.mark.usefixtures('anywhere')
 def test_splash_has_the_same_numbers_where_products_take_all_heads_at_once(monkeypatch):
+  """Of one document."""
   monkeypatch.setattr(_splash, 'current_device', lambda: types.SimpleNamespace(device_kind='TPU7x'))
-  case = Case(rows=1, length=128, heads=2, kv_heads=1, head_dim=128, value_dim=128)
+  case = Case(rows=1, length=128, heads=2, kv_heads=1, head_dim=128, value_dim=128, is_packed=False)
   arrays, segments = arguments(case)
   assert_close(values_and_gradients(case, arrays, segments, implementation='splash'), plainly(case), 1e-5, 'TPU7x')
 

@@ -52,6 +52,9 @@ BY_SCORE = groups_of(4, CapacityGather, priority='score')
 
 # name: layers, layout, the pipeline, router, computation, shards of the balance loss
 CASES = {
+  'circular, groups of 2 rows, two shards in a microbatch': (
+    4, 'layers 2 x data 2', {'num_microbatches': 2, **CIRCULAR}, BIASED, groups_of(2, CapacityGather), 4
+  ),
   'gpipe, groups of 2 rows': (
     2, 'stage 2 x data 4', {'num_microbatches': 4}, BIASED, groups_of(2, CapacityGather), 2
   ),
@@ -140,13 +143,13 @@ def pipelined_case(name):
   return plain, weights, (values, (jax.tree.map(merge, weight_grads), x_grads))
 
 
-# The choice of experts is that of tests/layers/moe, one forward, one backward that of test_pipeline.py.
-EXHAUSTIVE = {'one forward, one backward, uneven layers, dropless', 'experts choose from groups of 2 rows'}
+DEFAULT = next(iter(CASES))
 
 
+# By default the choice of experts is that of tests/layers/moe, and other schedules are those of test_pipeline.py.
 @pytest.mark.parametrize(
   'name',  # the first, which another test reads, is the last to be run
-  [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in EXHAUSTIVE)) for name in reversed(CASES)],
+  [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != DEFAULT)) for name in reversed(CASES)],
 )
 def test_losses_gradients_and_metrics_are_those_of_one_device(name):
   plain, weights, got = pipelined_case(name)
@@ -185,9 +188,9 @@ def reference(weights, num_shards, group_size, capacity):
 
 
 def test_balance_loss_usage_drops_and_bias_are_those_of_the_definitions():
-  """The first of two layers on 2 stages x data 4: two shards of a balance loss in four microbatches."""
-  _, weights, ((_, (_, aux)), (grads, _)) = pipelined_case('gpipe, groups of 2 rows')
-  expected, violation = reference(weights, 2, 2 * T, round(2 * T / E))
+  """The first of four layers on 2 stages x data 2: four shards of a balance loss in two microbatches."""
+  _, weights, ((_, (_, aux)), (grads, _)) = pipelined_case(DEFAULT)
+  expected, violation = reference(weights, 4, 2 * T, round(2 * T / E))
   for name, value in expected.items():
     np.testing.assert_allclose(aux[name][0], value, rtol=1e-5, err_msg=name)
   np.testing.assert_array_equal(grads['layers']['ffn']['router']['balance_bias'][0], violation)
