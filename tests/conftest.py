@@ -38,6 +38,7 @@ from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401 
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
 sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError
+sys.modules['sklearn'] = None  # type: ignore[assignment]  # TensorFlow's Keras would import it: 1 s
 # TensorBoard's reader takes its own stand-in for TensorFlow where this module exists: 10 s sooner.
 sys.modules['tensorboard.compat.notf'] = types.ModuleType('notf')
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a script's `&` leaves it to all processes of the tests

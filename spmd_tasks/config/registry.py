@@ -160,7 +160,7 @@ def registered_modules() -> set[str]:
 def import_module(name: str, module_name: str) -> ModuleType:
   """Imports the module of an experiment `name`. Raises a UserError with the module's own error and its line."""
   try:
-    for kind in extensions.kinds() if not module_name.startswith('spmd_tasks.') else ():
+    for kind in extensions.kinds() if module_name.partition('.')[0] != 'spmd_tasks' else ():
       if kind.before_import is not None:
         extensions.call(kind.before_import, module_name)
     return importlib.import_module(module_name)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / 'scripts'))
 import t5x_compare
 
 from tests.layers import t5x_networks
+from tests.shared_models import Shared
 
 CONFIG = {
   'kind': 'decoder',
@@ -29,6 +30,14 @@ CONFIG = {
   'learning_rate': 'constant * rsqrt_decay, 0.1, warmup 10',
 }
 NUM_STEPS = 3
+
+
+@pytest.fixture(scope='module', autouse=True)
+def shared_model():
+  """Compiles the model of all comparisons once."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(t5x_compare, 'partition_spmd_model', Shared(t5x_compare.partition_spmd_model, max_kept=1))
+    yield
 
 
 @pytest.fixture(scope='module')
