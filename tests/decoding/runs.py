@@ -7,6 +7,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
+import scipy.special
 
 from spmd_tasks.decoding import DecodeSteps, cached_attention, generate
 from spmd_tasks.decoding.draft_model import DraftModel
@@ -18,7 +19,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
 from tests.runtime.family_experiments import Families
-from tests.runtime.hybrid_experiments import Hybrid
+from tests.runtime.hybrid_experiments import Hybrid, HybridExperts
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis
 
@@ -83,6 +84,17 @@ class HybridHeads(Hybrid):
   num_nextn_predict_layers = 2
 
 
+class HybridInPasses(HybridExperts, ExpertAxis):
+  """Recurrent layers, a window of 3 tokens with sinks, and experts on an axis of their own, in passes for training."""
+
+  computation = InPasses.computation
+
+  def block(self, ffn):
+    group = super().block(ffn)
+    group.blocks[1].attention.window, group.blocks[1].attention.sinks = 3, True
+    return group
+
+
 MESHES = {
   'one device': (Uneven, (1, 1, 1)),
   'data 2 x mdl 4': (Uneven, (1, 2, 4)),
@@ -95,6 +107,7 @@ MESHES = {
   'latent attention, then windows and experts': (Families, (1, 1, 1, 1)),
   'recurrent layers': (Hybrid, (1, 1, 1)),
   'recurrent layers on data 2 x mdl 4': (Hybrid, (1, 2, 4)),
+  'recurrent layers, windows and experts on data 2 x expert 2 x mdl 2': (HybridInPasses, (1, 2, 2, 2)),
   'recurrent layers, 2 heads': (HybridHeads, (1, 1, 1)),
   '2 heads': (TwoHeads, (1, 1, 1)),
   '2 heads on data 2 x mdl 4': (TwoHeads, (1, 2, 4)),
@@ -161,7 +174,7 @@ class Run:
     return np.asarray(self.apply({'params': self.true_weights}, {'ids': row})['logits'])[0, : len(ids)]
 
   def logprobs(self, ids) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(self.logits(ids)))
+    return scipy.special.log_softmax(self.logits(ids), axis=-1)
 
 
 make_run = functools.cache(Run)

@@ -1,7 +1,7 @@
 """Generation on meshes: the tokens of a full forward pass without a cache, whatever runs beside a request and wherever.
 
-Dense, experts, attention windows and a pipeline in bfloat16, with dims that the mesh does not divide; 3 slots over a
-data axis of 2; prompts of up to three chunks, one of them of 2.5.
+Dense, a pipeline in bfloat16, and recurrent layers with attention windows and experts, with dims that the mesh does not
+divide; 3 slots over a data axis of 2; prompts of up to three chunks, one of them of 2.5.
 """
 
 import dataclasses
@@ -24,9 +24,15 @@ from tests.decoding.runs import CHUNK, MAX_LEN, MESHES, SETTINGS, draw, make_run
 
 LENGTHS = (3, 1, 10, 5, 12, 4, 2)
 exhaustive = pytest.mark.exhaustive
+slow = pytest.mark.slow
+# By default one model has windows, experts and recurrent layers together, on a mesh of three axes.
 MARKS = {
-  'mdl 4': pytest.mark.exhaustive,
-  'layers 2 x data 2': pytest.mark.slow,
+  'mdl 4': exhaustive,
+  'windows': exhaustive,
+  'data 2 x expert 4': exhaustive,
+  'layers 2 x data 2': slow,
+  'recurrent layers on data 2 x mdl 4': exhaustive,
+  'recurrent layers, windows and experts on data 2 x expert 2 x mdl 2': slow,
   'windows on data 2 x mdl 4': exhaustive,
   'latent attention, then windows and experts, on data 2 x mdl 4': exhaustive,
   'latent attention, then windows and experts': exhaustive,
@@ -366,7 +372,9 @@ def test_penalties_count_what_was_generated_and_biases_are_of_their_request(name
   assert set(alone.ids) == {5, 6}  # by their biases, in turn once the penalty weighs more
 
 
-@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=exhaustive)])
+@pytest.mark.parametrize(
+  'name', ['one device', *(pytest.param(name, marks=exhaustive) for name in ('windows', 'data 2 x mdl 4'))]
+)
 def test_beams_have_true_scores_and_beat_greedy(name):
   run = make_run(name)
   settings = dataclasses.replace(SETTINGS, num_beams=3, prefill_chunk=MAX_LEN, min_bucket=MAX_LEN, length_penalty=0.0)

@@ -104,11 +104,11 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     pytest.param('one device', None, marks=exhaustive),
     pytest.param('one device', 1.0, marks=exhaustive),
     pytest.param('windows', None, marks=exhaustive),
-    pytest.param('recurrent layers', None, marks=slow),
+    pytest.param('recurrent layers', None, marks=exhaustive),
     pytest.param('recurrent layers', 1.0, marks=exhaustive),
-    pytest.param('recurrent layers, 2 heads', None, marks=exhaustive),
+    pytest.param('recurrent layers, 2 heads', None, marks=slow),
     pytest.param('recurrent layers on data 2 x mdl 4', None, marks=exhaustive),
-    pytest.param('2 heads', None, marks=slow),
+    pytest.param('2 heads', None, marks=exhaustive),
     pytest.param('2 heads on data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('data 2 x mdl 4', 1.0, marks=slow),
@@ -168,11 +168,13 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time(name):
   assert len(tokens) == 1 + 2 + 3 + 3
 
 
-@slow
-def test_heads_guess_what_they_predict_of_the_whole_text():
+@pytest.mark.parametrize(
+  'name', [pytest.param('recurrent layers, 2 heads', marks=slow), pytest.param('2 heads', marks=exhaustive)]
+)
+def test_heads_guess_what_they_predict_of_the_whole_text(name):
   """So as many guesses are right as a full forward pass finds, in chunks, shared beginnings and after wrong ones."""
-  run = make_run('2 heads')
-  steps = steps_of('2 heads', None, num_drafts=2)
+  run = make_run(name)
+  steps = steps_of(name, None, num_drafts=2)
   ids, fields = tuple(np.random.default_rng(5).integers(1, 257, 7).tolist()), {'num_drafts': 1, 'max_tokens': 8}
   requests = [
     Request(ids=(*ids[:length], 11 + n), logit_bias=((20 + 2 * n, 30.0), (21 + 2 * n, 30.0)), **fields)
@@ -222,7 +224,10 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
 
 @pytest.mark.parametrize(
   'name, noise',
-  [('one device', None), *(pytest.param(*row, marks=exhaustive) for row in (('one device', 0.5), ('2 heads', None)))],
+  [
+    pytest.param('recurrent layers, 2 heads', None, marks=slow),
+    *(pytest.param(*row, marks=exhaustive) for row in (('one device', None), ('one device', 0.5), ('2 heads', None))),
+  ],
 )
 def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass(name, noise):
   """Chi-square of the second token, which is drawn beside the check of a draft of the first one.
@@ -230,7 +235,7 @@ def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_p
   Whatever drafts, texts have the bits of those without, as above; so `--all` alone draws with each of them.
   """
   run = make_run(name)
-  steps = steps_of(name, noise, num_drafts=NUM_DRAFTS)
+  steps = steps_of(name, noise, num_drafts=2 if 'recurrent' in name else NUM_DRAFTS)
   first, second, other = 11, 12, 13
   ids, sampling = (first, second, first, second, first), SamplingParams(temperature=2.0)
   allowed = (second, first, other)

@@ -63,6 +63,9 @@ CASES = {
   '8 bits, split over a mesh': Case(heads=8, kv_heads=4, cache_dtype='int8', mesh=(2, 4)),
   '8 bits, drafts': Case(cache_dtype='int8', drafts=True),
 }
+# Each of drafts, latent attention, windows, 8 bits and meshes is in one of the other cases.
+_FURTHER = ('rows and heads split over a mesh', 'drafts, window, cap', 'drafts, latent', '8 bits, split over a mesh')
+MARKS = dict.fromkeys(_FURTHER, pytest.mark.exhaustive)
 
 
 def arguments(case: Case):
@@ -138,7 +141,7 @@ def attend(case: Case, how: str):
   return attended if drafts is None else attended[drafts.owners < len(LENGTHS)]
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize('name', [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_the_kernel_gives_the_numbers_of_the_loop(name, monkeypatch):
   case = CASES[name]
   expected = attend(case, 'xla')

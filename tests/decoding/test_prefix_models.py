@@ -31,7 +31,8 @@ V, MAX_LEN = 23, 24
 NAMES = ('ids', 'labels', 'segment_ids', 'segment_pos', 'prefix_mask')
 SPEC = {name: jax.ShapeDtypeStruct((2, MAX_LEN), jnp.int32) for name in NAMES}
 SPEC['weights'] = jax.ShapeDtypeStruct((2, MAX_LEN), jnp.float32)
-SETTINGS = {'max_len': MAX_LEN, 'num_slots': 4, 'min_bucket': 8}
+# One length of chunks and one number of rows: a program each to read, to read and score, and to generate.
+SETTINGS = {'max_len': MAX_LEN, 'num_slots': 2, 'prefill_rows': 2, 'min_bucket': MAX_LEN}
 ATOL = 1e-4  # float32
 
 
@@ -103,7 +104,7 @@ def test_the_context_of_a_scored_text_is_its_prefix(model, variables, log_probs)
     pytest.param({}, id='plain'),
     pytest.param({'num_drafts': 2}, id='drafts', marks=pytest.mark.exhaustive),
     pytest.param({'max_cache_tokens': 32}, id='begun again', marks=pytest.mark.exhaustive),
-    pytest.param({'prefill_chunk': 8}, id='chunks', marks=pytest.mark.exhaustive),
+    pytest.param({'prefill_chunk': 8, 'min_bucket': 8}, id='chunks', marks=pytest.mark.exhaustive),
   ],
 )
 def test_a_prompt_is_the_prefix_of_what_follows_and_scored_without_it(settings, model, variables, log_probs):
@@ -124,7 +125,7 @@ def test_a_prompt_is_the_prefix_of_what_follows_and_scored_without_it(settings, 
 
 def test_beams_and_samples_follow_the_prompt_as_prefix(model, variables, log_probs):
   requests = [Request(ids=ids, max_tokens=5, sampling=SamplingParams(temperature=1.5)) for ids in texts(5, 9)]
-  steps, stored = make_steps(model, variables)
+  steps, stored = make_steps(model, variables, num_slots=4)
   for completions in complete_groups(steps, stored, requests, 2, decode=lambda tokens: ''):
     for completion in completions:
       assert_likely(log_probs, completion)

@@ -15,24 +15,28 @@ def model(tmp_path_factory):
   return load(folder, mesh=(1, 2, 4), overrides=['task.decode.max_len=60', 'task.decode.min_bucket=32'])
 
 
-def expected(model, context, continuation):
-  """(log-probabilities of the continuation, whether they are the likeliest), from the logits of the whole text."""
-  logits = np.asarray(model.logits([[*context, *continuation]]), np.float64)[0, len(context) - 1 : -1]
-  logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-  rows = np.arange(len(continuation))
-  return logprobs[rows, list(continuation)], (logits.argmax(axis=-1) == continuation).all()
+@pytest.fixture(scope='module')
+def log_probs(model):
+  """float64 [N, T, V], of the token that follows each of TEXTS; what stands behind a text changes nothing before it."""
+  rows = np.zeros((len(TEXTS), 60), np.int32)
+  for row, (context, continuation) in zip(rows, TEXTS, strict=True):
+    row[: len(context) + len(continuation)] = [*context, *continuation]
+  logits = np.asarray(model.logits(rows), np.float64)
+  return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def test_scores_are_those_of_the_logits(model):
-  greedy = int(np.asarray(model.logits([[1, 7, 9]]))[0, -1].argmax())
-  texts = [*TEXTS, ((1, 7, 9), (greedy,))]
+def test_scores_are_those_of_the_logits(model, log_probs):
+  greedy = int(log_probs[0, len(TEXTS[0][0]) - 1].argmax())
+  texts = [*TEXTS, (TEXTS[0][0], (greedy,))]
   scores = dict(model.score(texts, num_rows=2))
   assert sorted(scores) == list(range(len(texts)))
   for number, (context, continuation) in enumerate(texts):
-    logprobs, is_greedy = expected(model, context, continuation)
-    np.testing.assert_allclose(scores[number].logprobs, logprobs, atol=2e-5)  # float32
-    assert scores[number].is_greedy == is_greedy
-    assert scores[number].logprob == pytest.approx(sum(logprobs), abs=1e-4)
+    first = len(context) - 1
+    rows = log_probs[0 if number == len(TEXTS) else number][first : first + len(continuation)]
+    expected = rows[np.arange(len(continuation)), list(continuation)]
+    np.testing.assert_allclose(scores[number].logprobs, expected, atol=2e-5)  # float32
+    assert scores[number].is_greedy == (rows.argmax(axis=-1) == continuation).all()
+    assert scores[number].logprob == pytest.approx(sum(expected), abs=1e-4)
   assert scores[5].is_greedy
   assert [(score.logprob, score.is_greedy) for _, score in model.score([((1, 7), ())])] == [(0, True)]
 

@@ -14,10 +14,8 @@ from launch import Job, coordinator_flags
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.config import resolve, to_json
-from spmd_tasks.experiment import partition_job
 from tests import binary
+from tests.drawn_weights import write_job
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +23,6 @@ START_S = 200.0
 DEADLINE_S = 30.0  # from a fault until the last process is gone
 MODEL = 'lm.UnevenTiny'
 SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8']
-# One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
 SETTINGS += [
   f'task.decode.{setting}' for setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=2')
 ]
@@ -39,14 +36,7 @@ HEADERS = {'authorization': 'Bearer secret'}
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """(job_log_dir, what one process makes of PROMPTS with its newest checkpoint); the weights of both are drawn."""
-  directory = tmp_path_factory.mktemp('served') / 'job'
-  directory.mkdir()
-  resolved = resolve(MODEL, SETTINGS)
-  (directory / 'config.json').write_text(json.dumps(to_json(resolved)))
-  model = partition_job(resolved.build())
-  with contextlib.closing(Checkpointer(directory / 'checkpoints')) as checkpointer:
-    for step in (2, 4):
-      checkpointer.save(step, model.to_canonical(model.init(step)))
+  directory = write_job(tmp_path_factory.mktemp('served') / 'job', MODEL, SETTINGS, steps=(2, 4))
   prompts = directory.parent / 'prompts.jsonl'
   asked = [*({'prompt': prompt, 'max_tokens': 6} for prompt in PROMPTS), *SAMPLED]
   prompts.write_text(''.join(json.dumps(prompt) + '\n' for prompt in asked))
@@ -71,7 +61,9 @@ def start(job_log_dir, log_dir, *flags: str) -> Job:
   key = log_dir / 'key'
   key.write_text('secret')
   command = [sys.executable, '-m', 'spmd_tasks.main', *COMMAND, '--job_log_dir', str(job_log_dir), '--mode', 'serve']
+  # Whole prompts: fewer programs than in chunks, as the decoding jobs read them.
   command += ['--num_fake_devices=4', '--port=0', '--drain_s=20', '--api_key_file', str(key)]
+  command += ['--set', 'task.decode.prefill_chunk=64', '--set', 'task.decode.min_bucket=64']
   argvs = [[*command, *flags, *own] for own in coordinator_flags(num_processes=2)]
   return Job(argvs, log_dir=log_dir, num_devices=4)
 

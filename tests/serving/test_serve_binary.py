@@ -1,6 +1,6 @@
 """Serves a trained job from an object store with the real binary and the real `openai` client.
 
-The model is trained for three steps on eight devices and served on two, where its heads, hidden dims and vocabulary
+The weights were drawn and saved on eight devices and are served on two, where the heads, hidden dims and vocabulary
 have different padding. Prompts are prefilled in chunks of 16 tokens.
 """
 
@@ -18,25 +18,20 @@ import pytest
 
 from spmd_tasks import load
 from spmd_tasks.stores import upload
-from tests import binary
+from tests.drawn_weights import write_job
 from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import client_of_binary, one_device
 
 MODEL = 'lm.UnevenTiny'
-SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
-for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'trackers=()'):
-  SHAPE += ('--set', _setting)
-SHAPE += ('--set', 'eval_every_steps=None', '--set', 'eval_batches=1')
+SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2']
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
 def job(tmp_path_factory):
-  """A trained model's directory."""
-  job = tmp_path_factory.mktemp('served') / 'job'
-  assert binary.run_in_process(*SHAPE, '--ici_mesh_shape', '1,2,4', '--mode', 'train', '--job_log_dir', job) == 0
-  return job
+  """The directory of a job with a checkpoint of step 3."""
+  return write_job(tmp_path_factory.mktemp('served') / 'job', MODEL, SETTINGS, steps=(3,))
 
 
 @pytest.fixture(scope='module')

@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from safetensors.numpy import load_file, save_file
+import scipy.special
 
 from spmd_tasks import load
 from spmd_tasks.bridges.huggingface import open_folder
@@ -104,7 +105,7 @@ def expected(merged):
     def logprobs(ids, variables=variables):
       row = np.zeros((1, 32), np.int32)
       row[0, : len(ids)] = ids
-      return np.asarray(jax.nn.log_softmax(apply(variables, {'ids': row})['logits'][0, : len(ids)]))
+      return scipy.special.log_softmax(np.asarray(apply(variables, {'ids': row})['logits'])[0, : len(ids)], axis=-1)
 
     def scored(ids, first, logprobs=logprobs):
       return SimpleNamespace(ids=ids[first:], logprobs=logprobs(ids)[np.arange(first - 1, len(ids) - 1), ids[first:]])

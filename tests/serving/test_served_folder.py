@@ -45,8 +45,8 @@ def client(url):
   settings = (
     'max_len=1024',
     'num_slots=2',
-    'min_bucket=64',
-    'prefill_chunk=64',
+    'min_bucket=1024',  # one program reads all prompts; test_serve_binary.py has chunks
+    'prefill_chunk=1024',
     'prefill_rows=1',
     'weights_dtype=int8',
   )

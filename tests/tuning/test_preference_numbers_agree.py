@@ -57,22 +57,28 @@ def test_the_base_as_a_reference_is_the_model_before_its_adapters_were_trained()
   flat = {name: leaf + 0.05 if name.endswith('lora_b') else leaf for name, leaf in flat.items()}
   trained = {'params': traverse_util.unflatten_dict(flat, sep='/')}
 
-  def loss_of(loss, batch):
-    def compute(weights):
-      return dataclasses.replace(task, loss=loss).compute_loss({'params': weights}, batch, train=True).loss
-
-    return jax.jit(jax.value_and_grad(compute))(trained['params'])
-
-  prepared = jax.jit(lambda weights: task.loss.prepare_batch(task, weights, batch))(trained)
-  log_probs = jax.jit(lambda weights: label_log_probs(task.predict(weights, batch), batch))(at_start)
-  pairs = pair_log_probs(log_probs, prepared)
-  np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)  # by two programs
   noise = batch | {'reference_log_probs': batch['weights'] * 7}
-  (value, gradient) = loss_of(task.loss, noise)
-  (expected, expected_gradient) = loss_of(dataclasses.replace(task.loss, reference_from='batch'), prepared)
+
+  @jax.jit
+  def at_start_of(at_start, trained):
+    """Pairs of the base with the references of the trained model, the latter's batch, and the loss of an eval."""
+    prepared = task.loss.prepare_batch(task, trained, batch)
+    log_probs = label_log_probs(task.predict(at_start, batch), batch)
+    return pair_log_probs(log_probs, prepared), prepared, task.compute_loss(at_start, noise, train=False).loss
+
+  def loss_of(weights, loss, batch):
+    return dataclasses.replace(task, loss=loss).compute_loss({'params': weights}, batch, train=True).loss
+
+  @jax.jit
+  def losses_of(weights, prepared):
+    from_batch = dataclasses.replace(task.loss, reference_from='batch')
+    return [jax.value_and_grad(loss_of)(weights, *each) for each in ((task.loss, noise), (from_batch, prepared))]
+
+  pairs, prepared, evaluated = at_start_of(at_start, trained)
+  np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)
+  (value, gradient), (expected, expected_gradient) = losses_of(trained['params'], prepared)
   np.testing.assert_allclose(value, expected, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected_gradient)
-  evaluated = jax.jit(lambda weights: task.compute_loss(weights, noise, train=False).loss)(at_start)
   np.testing.assert_allclose(evaluated, np.log(2), rtol=1e-6)
 
 
@@ -93,14 +99,19 @@ def test_a_quantized_base_gives_the_loss_of_its_dequantized_weights(dtype):
   dequantized = {name: leaf.unbox() if is_quantized(leaf) else leaf.astype(jnp.float32) for name, leaf in flat.items()}
   base = {name: leaf for name, leaf in dequantized.items() if 'lora_' not in name}
   dequantized, base = (traverse_util.unflatten_dict(weights, sep='/') for weights in (dequantized, base))
-  logits = jnp.asarray(without_adapters(task.model).apply({'params': base}, batch)['logits'])
-  log_probs = jax.nn.log_softmax(logits)[jnp.arange(len(logits))[:, None], jnp.arange(logits.shape[1]), batch['labels']]
-  with_reference = batch | {'reference_log_probs': log_probs * (batch['weights'] > 0)}
   loss = dataclasses.replace(task.loss, reference_from='batch')
-  expected = loss(task.model.apply({'params': dequantized}, batch), with_reference).loss
-  assert abs(expected - np.log(2)) > 1e-3  # log(2) is the loss of the base
 
-  evaluated = jax.jit(lambda weights: task.compute_loss({'params': weights}, batch, train=False).loss)(state.weights)
+  @jax.jit
+  def losses(base, dequantized, weights):
+    """The loss of the dequantized weights, compared with the base's own log-probabilities, and that of an eval."""
+    logits = without_adapters(task.model).apply({'params': base}, batch)['logits']
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], axis=-1)[..., 0]
+    with_reference = batch | {'reference_log_probs': log_probs * (batch['weights'] > 0)}
+    expected = loss(task.model.apply({'params': dequantized}, batch), with_reference).loss
+    return expected, task.compute_loss({'params': weights}, batch, train=False).loss
+
+  expected, evaluated = losses(base, dequantized, state.weights)
+  assert abs(expected - np.log(2)) > 1e-3  # log(2) is the loss of the base
   np.testing.assert_allclose(evaluated, expected, rtol=1e-5)
   _, metrics = model.train_step(state, model.train_step.place(batch))
   np.testing.assert_allclose(metrics['loss'], expected, rtol=1e-5)

@@ -6,6 +6,7 @@ import json
 from etils import epath
 import numpy as np
 import pytest
+import scipy.special
 
 from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
@@ -126,8 +127,8 @@ def log_probs_of_single_pairs(job, model, state):
     for answer, (start, end) in enumerate(zip((0, *tokens.ends), tokens.ends)):
       ids = np.zeros((1, 44), np.int32)
       ids[0, : end - start] = tokens.ids[start:end]
-      log_probs = jax.nn.log_softmax(predict(weights, ids)[0, : end - start], axis=-1)
-      chosen = np.take_along_axis(np.asarray(log_probs), tokens.labels[start:end, None], axis=1)[:, 0]
+      log_probs = scipy.special.log_softmax(np.asarray(predict(weights, ids))[0, : end - start], axis=-1)
+      chosen = np.take_along_axis(log_probs, tokens.labels[start:end, None], axis=1)[:, 0]
       references[index, answer] = (chosen * tokens.arrays['weights'][start:end]).sum()
   return references
 
