@@ -23,7 +23,7 @@ from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import client_of_binary, one_device
 
 MODEL = 'lm.UnevenTiny'
-SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2']
+SETTINGS = ['ici_mesh_shape=1,2,4', 'seq_len=64', 'batch_size=2']
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def url(job, gcs_emulator, tmp_path_factory):
 def serving(url, key):
   key.write_text('secret\n')
   flags = ('--job_log_dir', url, '--api_key_file', key, '--drain_s', 20)  # config.json names the model
-  sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=1')
+  sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=1')  # docs/serving.md has the same programs
   overrides = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
   with client_of_binary(*flags, *overrides, api_key='secret') as client:
     assert re.fullmatch(
