@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs' / 'benchmarks').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
-# They run with --all: `decoding` compiles fifteen programs, `inputs` imports TensorFlow and SeqIO in three processes. What
-# they show other tests have too.
+# They run with --all, and other tests have what they show: `decoding` compiles fifteen programs, and three processes of
+# `inputs` import TensorFlow or SeqIO.
 LONG = {'decoding', 'inputs'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json', 'nginx'}
 BLOCK_LIMIT_S = 180
