@@ -35,6 +35,17 @@ class FfnBlock(WithSublayers, kw_only=True):
     return x + y, aux
 
 
+class DroppedFfn(FfnBlock):
+  """A block without attention that drops features of its sublayer's output."""
+
+  dropout_rate: float = 0.5
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
+    y, aux = self.ffn(self.norm(x), segment_ids, train=train)
+    return x + nn.Dropout(self.dropout_rate, deterministic=not train)(y), aux
+
+
 def tiny_model(
   *, num_layers=2, scan=True, remat_policy='none', dropout_rate=0.0, dtype='float32', tied=True, num_kv_heads=None
 ) -> LanguageModel:

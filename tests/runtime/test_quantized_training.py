@@ -8,22 +8,21 @@ from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from tests.runtime.loss_curves import reference, runner, table
+from tests.runtime.loss_curves import make_model, reference, runner, table
 from tests.runtime.pipeline_experiments import PipelinedAdamW
 from tests.runtime.uneven_experiments import AdamW
 
 SIX = ('num_layers=6', 'batch_size=16')
-# One product of a layer for each: the others are quantized by the same code, and take as long to compile.
-BOTH = ('task.quantization={"^stack/layers/ffn/up": "int8", "attention/value": "fp8_full"}',)
-CASES = [('data 2 x mdl 4', AdamW, (1, 2, 4), SIX)]
-# tests/layers/test_quantized_products.py tests single products on these meshes by default.
+BOTH = ('task.quantization={"^stack/layers/ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
+# By default tests/layers/test_quantized_products.py compares single products on meshes with numpy, bit for bit.
 ONE_BY_ONE = [
+  ('data 2 x mdl 4', AdamW, (1, 2, 4), SIX),
   ('gradients scattered, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), ('scatters_gradients=True', *SIX)),
   ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',)),
 ]
 
 
-@pytest.mark.parametrize('name, experiment, shape, overrides', table(CASES, ONE_BY_ONE))
+@pytest.mark.parametrize('name, experiment, shape, overrides', table((), ONE_BY_ONE))
 def test_one_loss_curve(name, experiment, shape, overrides):
   """The first loss agrees to the last bits; later, rounding errors may round a number to another int8 value."""
   alone = reference(AdamW, (*SIX, *BOTH))
@@ -33,6 +32,14 @@ def test_one_loss_curve(name, experiment, shape, overrides):
   losses = runner(experiment, shape, overrides=(*overrides, *BOTH)).losses(alone.state(0), alone.batches)
   assert abs(losses[0] - alone.losses[0]) < 1e-5
   np.testing.assert_allclose(losses, alone.losses, atol=0.02)
+
+
+def test_the_products_of_training_and_their_gradients_are_quantized():
+  model, _ = make_model(AdamW, (1, 2, 4), overrides=BOTH)
+  products = [line for line in model.train_step.lower().as_text().splitlines() if 'stablehlo.dot_general' in line]
+  # In the loops over layers: up, gate and down; query, key and value. Each has a result and two gradients.
+  assert sum(line.count('xi8>') == 2 for line in products) == 3 * 3
+  assert sum(line.count('xf8E4M3FN>') + line.count('xf8E5M2>') == 2 for line in products) == 3 * 3
 
 
 def partitioned(name, setting):

@@ -1,7 +1,8 @@
 """The claim `rows` finds gradients of padded rows, which XLA computes if activations are split unevenly.
 
 XLA pads the shards of an unevenly split activation. Sums over rows without a mask give the padded rows a gradient, and
-the scatter-add of a lookup adds it to row 0 of the table.
+the scatter-add of a lookup adds it to row 0 of the table. That the claim holds without the fault:
+test_verify_mode.py.
 """
 
 import contextlib
@@ -63,8 +64,6 @@ def test_gradients_of_padded_rows_are_found(experiment, subject, monkeypatch):
   with contextlib.closing(Bench(source_of(experiment), num_devices=4, num_steps=1)) as bench:
     (case,) = (case for case in CLAIMS['rows'].cases(bench) if case.subject == subject)
     reference, setting = case.settings
-    agreement = bench.agree(setting, reference, train=False)
-    assert (agreement.first, agreement.num_steps) == (None, 1)
+    bench.runner(reference)  # is not compiled again
     monkeypatch.setattr(ShardingScope, 'activation_spec', split_unevenly)
-    del bench._runners[setting]  # compile it again, but not the reference
     assert bench.agree(setting, reference, train=False).first.leaf == 'gradients/embedding/table'

@@ -3,6 +3,7 @@
 import fiddle as fdl
 
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel, SyntheticLanguageModel
+from tests.layers.tiny_model import DroppedFfn
 
 
 class WholeStep(SyntheticLanguageModel):
@@ -23,7 +24,7 @@ class WholeStep(SyntheticLanguageModel):
   num_learner_microbatches: int = 1
 
   def block(self, ffn):
-    return fdl.copy_with(super().block(ffn), dropout_rate=self.dropout_rate)
+    return fdl.Config(DroppedFfn, ffn=ffn, norm=super().block(ffn).norm, dropout_rate=self.dropout_rate)
 
   def loss(self):
     return fdl.copy_with(super().loss(), label_smoothing=0.1, z_loss_weight=0.01)
@@ -35,6 +36,13 @@ class WholeStep(SyntheticLanguageModel):
     task.learner.ema_decay = 0.9
     task.eval_with_ema = True
     return task
+
+
+class WholeStepWithAttention(WholeStep):
+  """With attention."""
+
+  def block(self, ffn):
+    return fdl.copy_with(SyntheticLanguageModel.block(self, ffn), dropout_rate=self.dropout_rate)
 
 
 class WholeStepOfExperts(MoeLanguageModel, WholeStep):

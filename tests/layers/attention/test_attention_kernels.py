@@ -215,7 +215,7 @@ def test_rows_sequences_and_heads_that_are_split_over_devices_have_the_same_numb
   assert_close(found, plainly(case), 1e-5, name)
 
 
-@pytest.mark.parametrize('name', ['splash', 'xla'])
+@pytest.mark.parametrize('name', ['splash', pytest.param('xla', marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures('anywhere')
 def test_tokens_may_come_in_the_balanced_order_and_one_kernel_compute_all_gradients(name):
   case = Case(rows=1, length=1024, heads=2, kv_heads=1, head_dim=24, value_dim=16, window=700, gradient_keys=512)

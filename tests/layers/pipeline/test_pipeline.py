@@ -30,7 +30,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
-from tests.layers.tiny_model import FfnBlock, assert_close
+from tests.layers.tiny_model import DroppedFfn, FfnBlock, assert_close
 
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}
@@ -236,15 +236,6 @@ def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
       assert len(re.findall(r'\w+\[', shape)) == make_mesh().shape['data'], shape
     else:
       assert not re.search(rf'\b{T}\b', re.sub(r'\{.*?\}', '', shape)), f'{kind} of activations: {shape}'
-
-
-class DroppedFfn(FfnBlock):
-  """A block whose sublayer has dropout and no attention, which would take most of the time."""
-
-  @nn.compact
-  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
-    y, aux = self.ffn(self.norm(x), segment_ids, train=train)
-    return x + nn.Dropout(0.5, deterministic=not train)(y), aux
 
 
 def make_dropped():
