@@ -49,7 +49,7 @@ def test_experts_have_their_own_factors_clipping_and_scale(rng):
     by_expert = np.moveaxis(all_grads[name], spec.num_separate_dims, 0)
     by_expert[1, :2], by_expert[1, 2] = 0, 100
   weights = {name: jnp.asarray(weight, jnp.float32) for name, weight in start.items()}
-  state = learner.init(weights, specs)
+  state = jax.jit(lambda weights: learner.init(weights, specs))(weights)
   update = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))
   for step in range(3):
     grads = {name: jnp.asarray(steps[step], jnp.float32) for name, steps in all_grads.items()}
@@ -121,7 +121,7 @@ def test_equals_100_steps_of_t5x(settings):
 
   weights = {name: jnp.asarray(ours(expected[f'start/{name}'], name)) for name in specs}
   patterns = {name: ours(expected[f'base/{name}'], name, 1).astype(np.float64) for name in specs}
-  state = learner.init(weights, specs)
+  state = jax.jit(lambda weights: learner.init(weights, specs))(weights)
   update = jax.jit(lambda g, t, s, w: learner.update(g, jnp.float32(1), t, s, w, specs)[:2])
   for t in range(100):
     sizes = np.cos(1 + 0.7 * t * np.arange(1, 5)) * (1 + (t % 7) ** 3)

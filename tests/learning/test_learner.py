@@ -66,9 +66,14 @@ def test_bfloat16_weights_are_warned_of(monkeypatch):
       Learner(optimizer=FromOptax(factory=optax.sgd, learning_rate=1e-3)),
       Learner(optimizer=SGD).init(weights, specs),
     )
-    for step in range(50):
+
+    @jax.jit
+    def update(step, state, weights, learner=learner, specs=specs):
       ones = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
-      weights, state, _ = learner.update(ones, jnp.float32(1), jnp.int32(step), state, weights, specs)
+      return learner.update(ones, jnp.float32(1), step, state, weights, specs)[:2]
+
+    for step in range(50):
+      weights, state = update(jnp.int32(step), state, weights)
     np.testing.assert_allclose(weights['scale'].astype(jnp.float32), 1.0 if specs is narrow else 0.95, rtol=1e-5)
 
 

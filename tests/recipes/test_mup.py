@@ -115,7 +115,12 @@ def test_a_kernels_learning_rate_follows_its_true_fan_in(optimizer):
 
   def step(**more):
     transformation = optimizer(**settings, **more).transformation(specs)
-    directions, state = transformation.update(grads, transformation.init(weights), weights, is_finite=True)
+
+    @jax.jit
+    def update(grads, weights):
+      return transformation.update(grads, transformation.init(weights), weights, is_finite=True)
+
+    directions, state = update(grads, weights)
     return {name: np.asarray(direction) for name, direction in directions.items()}, jax.tree.structure(state)
 
   (plain, structure), (scaled, same_structure) = step(), step(base_width=16)
@@ -140,7 +145,7 @@ def test_tables_and_output_kernels_start_with_the_variance_of_the_base_width(tie
       return fdl.copy_with(super().embedding(), tied=tied)
 
   embedding = fdl.build(Model().task()).model.embedding
-  weights = embedding.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
+  weights = jax.jit(embedding.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))['params']
   assert len(weights) == (1 if tied else 2)
   for weight in jax.tree.leaves(weights):
     assert float(jnp.std(weight)) == pytest.approx(1 / math.sqrt(16), rel=0.03)  # of 65,536 draws

@@ -143,8 +143,12 @@ def test_the_backward_pass_computes_the_weights_again():
 @pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
 @pytest.mark.parametrize(
   'options',
-  [{'causal': False}, {}, {'causal': False, 'even_padding': True}, {'logit_cap': 2.0, 'causal': False}],
-  ids=['of another text', 'causal', 'evenly attending padding', 'capped'],
+  [
+    pytest.param({'causal': False}, id='of another text'),
+    pytest.param({}, id='causal', marks=pytest.mark.exhaustive),
+    pytest.param({'causal': False, 'even_padding': True}, id='evenly attending padding'),
+    pytest.param({'logit_cap': 2.0, 'causal': False}, id='capped', marks=pytest.mark.exhaustive),
+  ],
 )
 def test_gradients_of_queries_that_see_no_key_are_finite_differences(rng, implementation, options):
   segment_ids, key_segments = np.array([[1, 1, 2], [1, 0, 1]]), np.array([[1, 1, 3], [0, 0, 0]])

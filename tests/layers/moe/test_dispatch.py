@@ -132,7 +132,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize('axis_sizes, rules, expected', PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+  'axis_sizes, rules, expected',
+  [pytest.param(*PROGRAMS[name], id=name, marks=[pytest.mark.exhaustive] * (name != 'FSDP')) for name in PROGRAMS],
+)
 def test_collectives_of_the_padded_all_to_all(axis_sizes, rules, expected):
   found = count_collectives(compile_gradient(Dropless(dispatch='padded_all_to_all'), axis_sizes, rules))
   assert {key: count for key, count in found.items() if key[1].startswith('f32')} == expected

@@ -46,7 +46,7 @@ def make_layer(name):
 # What others have too.
 SIMPLE = (
   *('top-2', 'top-2 by priority', 'top-2 by scatter', 'top-2, padding ignored', 'experts choose'),
-  'top-2, groups of 2 replicas',
+  *('top-2, groups of 2 replicas', 'top-2, groups within rows'),
 )
 
 
