@@ -90,7 +90,10 @@ class _Growth:
 
 
 def _compare(bench: Bench, widths: Sequence[int]) -> Verdict:
-  growths = _growths([_Sizes.measure(bench, width) for width in widths], widths)
+  return _verdict(_growths([_Sizes.measure(bench, width) for width in widths], widths), widths)
+
+
+def _verdict(growths: Sequence[_Growth], widths: Sequence[int]) -> Verdict:
   for when in _PHRASES:  # a weight that starts wrong also changes wrong, and activations follow the weights
     worst = max((growth for growth in growths if growth.when == when), key=lambda growth: growth.excess)
     if worst.excess > 0:

@@ -32,7 +32,6 @@ def block(**attention):
     attention=Attention(num_heads=3, num_kv_heads=1, qk_norm=True, **attention),
     ffn=GatedFeedForward(hidden_dim=20),
     norm=RmsNorm(),
-    post_norm=True,
     layer_input=LayerInput(),
   )
 

@@ -129,7 +129,9 @@ def with_aux_losses_in_float64(weights, batch, normalization):
   return loss + AUX_WEIGHTS['mean_square'] * aux['mean_square'], grad, aux
 
 
-@pytest.mark.parametrize('normalization', ['tokens', 'all_tokens', 'sequences', 'sum', 10.0])
+@pytest.mark.parametrize(
+  'normalization', ['tokens', 'all_tokens', 'sequences', 'sum', pytest.param(10.0, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize('num_microbatches', [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_aux_losses_count_once_for_any_number_of_microbatches(normalization, num_microbatches, weights, batch):
   """One of four microbatches has no tokens."""

@@ -19,13 +19,11 @@ CIRCULAR = ('schedule=circular', 'num_repeats=2')
 MOVES = {
   'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
   'stage 2': (PipelinedAdafactor, (1, 2, 2, 1), ('schedule=one_forward_one_backward',)),
-  'circular 2 x 2': (PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR),
   'plain': (Adafactor, (1, 2, 2), SIX),
   'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
 }
 EXPERT_MOVES = {
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1), ()),
-  'expert 8': (ExpertAxis, (1, 1, 8, 1), ()),
   'expert 2 x mdl 2': (ExpertAxis, (1, 1, 2, 2), ()),
   'one device': (AlongData, (1, 1, 1), ()),
 }

@@ -13,7 +13,14 @@ from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
 from spmd_tasks.recipes.ladder import Ladder
 from spmd_tasks.sharding.weights import leaf_name
 from spmd_tasks.verification import Bench
-from spmd_tasks.verification._coordinate_claims import _overrides, coordinate_cases, parse_widths
+from spmd_tasks.verification._coordinate_claims import (
+  _growths,
+  _overrides,
+  _Sizes,
+  _verdict,
+  coordinate_cases,
+  parse_widths,
+)
 from tests.runtime.loss_curves import source_of
 
 WIDTHS = (16, 128)
@@ -77,7 +84,7 @@ def unscaled(kernel):
   return optimizer
 
 
-class UnscaledUp(Dense):
+class TwoMistakes(WrongFanIn):
   optimizer = unscaled('ffn/up')
 
 
@@ -110,9 +117,7 @@ def test_mup_holds(experiment):
 @pytest.mark.parametrize(
   'experiment, leaf, when',
   [
-    (WrongFanIn, 'stack/layers/ffn/down', 'start'),
     pytest.param(NoOutputMultiplier, 'embedding/attend', 'start', marks=pytest.mark.exhaustive),
-    (UnscaledUp, 'stack/layers/ffn/up/kernel', 'weight'),
     pytest.param(UnscaledRouter, 'stack/layers/ffn/router/kernel', 'weight', marks=pytest.mark.exhaustive),
   ],
   ids=lambda value: getattr(value, '__name__', ''),
@@ -123,6 +128,22 @@ def test_a_planted_mistake_is_found_and_named(experiment, leaf, when):
   assert (verdict.failure['leaf'], verdict.failure['when']) == (leaf, when)
   assert verdict.failure['exponent'] > 0.25
   assert leaf in verdict.detail
+
+
+def test_of_two_mistakes_the_start_is_named_first():
+  bench = Bench(source_of(TwoMistakes), num_devices=1, widths=WIDTHS)
+  growths = _growths([_Sizes.measure(bench, width) for width in WIDTHS], WIDTHS)
+  bench.close()
+  worst = {
+    when: max((growth for growth in growths if growth.when == when), key=lambda growth: growth.excess)
+    for when in ('start', 'weight')
+  }
+  assert (worst['start'].name, worst['weight'].name) == ('stack/layers/ffn/down', 'stack/layers/ffn/up/kernel')
+  assert min(growth.exponent for growth in worst.values()) > 0.25
+  verdict = _verdict(growths, WIDTHS)
+  assert verdict.status == 'BROKEN', verdict
+  assert (verdict.failure['leaf'], verdict.failure['when']) == ('stack/layers/ffn/down', 'start')
+  assert 'stack/layers/ffn/down' in verdict.detail
 
 
 def test_only_the_widths_of_a_ladder_change():

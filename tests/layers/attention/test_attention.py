@@ -23,14 +23,13 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
 @pytest.mark.parametrize(
   'fields',
   [
-    {'num_heads': 3, 'softmax_scale': 0.7},
     {'num_heads': 3, 'num_kv_heads': 1, 'qk_norm': True, 'use_bias': True},
-    {'num_heads': 3, 'causal': False, 'rotary': None},
+    {'num_heads': 3, 'causal': False, 'rotary': None, 'softmax_scale': 0.7},
     {**GROUPED, 'window': 3, 'logit_cap': 0.5},
     {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1), 'use_bias': True, 'out_bias': False},
     {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1, num_dims=2), 'clip_qkv': 0.8},
     {**GROUPED, 'sinks': True, 'window': 3, 'out_bias': True},
-    {'num_heads': 3, 'sinks': True, 'logit_cap': 0.5, 'causal': False},
+    pytest.param({'num_heads': 3, 'sinks': True, 'logit_cap': 0.5, 'causal': False}, marks=pytest.mark.exhaustive),
     {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
     {**GROUPED, 'qk_norm': True, 'norms_rotated': True, 'chunk': 2},
     {**GROUPED, 'qk_norm': True, 'values_from_keys': True, 'value_norm': RmsNorm(use_scale=False), 'use_bias': True},
@@ -38,9 +37,8 @@ GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
     {**GROUPED, 'qk_norm': RmsNorm(use_scale=False), 'temperature': Temperature(scale=2.0, length=2, offset=1)},
   ],
   ids=[
-    'multi-head, scaled',
     'multi-query',
-    'bidirectional',
+    'multi-head, bidirectional, scaled',
     'grouped, window, capped',
     'norm per head',
     'norm over heads, clipped',
