@@ -9,6 +9,8 @@
 Nothing is compiled after `compile()`, whatever the requests.
 """
 
+from typing import Any
+
 from spmd_tasks.decoding.beam import BeamSearch
 from spmd_tasks.decoding.decode_layout import DecodeLayout
 from spmd_tasks.decoding.decode_model import DecodeModel
@@ -79,25 +81,37 @@ class DecodeSteps:
     self.draft.init()
     return self.programs.init_state()
 
-  def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
-    """Compiles all prefills and steps, or the searches if the settings have several beams.
+  def compile(
+    self,
+    *,
+    score_prompts: bool = False,
+    constrain: bool = False,
+    num_texts: int | None = None,
+    longest: int | None = None,
+  ) -> None:
+    """Compiles the prefills and steps, or the searches if the settings have several beams.
 
     Args:
       score_prompts: whether to compile prefills that score prompts too.
       constrain: whether prefills take token masks, and to compile steps that take them too.
+      num_texts: how many texts are generated, each of which may need another program; None: any number.
+      longest: the tokens of the longest prompt; None: any length.
     """
+    if self.layout.num_blocks < self.settings.num_slots * self.layout.table_len:
+      longest = None  # a text may begin again, with what it had generated as a part of its prompt
+    needed: Any = {'num_texts': num_texts, 'longest': longest}
     if self.settings.num_beams > 1:
-      for chunks in self.prefill.any_chunks():
+      for chunks in self.prefill.any_chunks(**needed):
         self.search.compile(self.prefill.make_batch(chunks))
       return
     self.init()
     with self.programs.in_threads():
-      for inputs in self.step.any_inputs(constrain=constrain):
+      for inputs in self.step.any_inputs(constrain=constrain, num_texts=num_texts):
         self.step.compile(inputs)
         if inputs.masks is not None or inputs.drafts is not None:
           self.draft.compile_guess(self.layout.abstract_state, inputs)
       for score in (False, True) if score_prompts else (False,):
-        for chunks in self.prefill.any_chunks(score):
+        for chunks in self.prefill.any_chunks(score, **needed):
           batch = self.prefill.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
           self.prefill.compile(batch)
           self.draft.compile_prefill(batch)

@@ -210,18 +210,25 @@ class Prefill:
     num_tokens = chunk if settings.prefill_chunk is not None else max(_PREFILL_TOKENS, chunk)
     return max(min(_MOST_ROWS, settings.num_slots, num_tokens // bucket), 1)
 
-  def any_chunks(self, score_prompts: bool = False) -> list[list[Chunk]]:
-    """Returns chunks for each program that a request may need; a prefill of them writes to no slot."""
+  def any_chunks(
+    self, score_prompts: bool = False, *, num_texts: int | None = None, longest: int | None = None
+  ) -> list[list[Chunk]]:
+    """Returns chunks for each program that up to `num_texts` texts of at most `longest` tokens need.
+
+    None: any number, any length. A prefill of the chunks writes to no slot.
+    """
     size = self.buckets[-1]
-    starts = (0, size) if size < self._model.max_len and not self._layout.reads_cache else (0,)
+    longest = self._model.max_len if longest is None else longest
+    starts = (0, size) if size < longest and not self._layout.reads_cache else (0,)
+    nums = (1,) if num_texts == 1 else (2, 1)
     counts = {
-      bucket: sorted({self.num_rows(bucket, num, score_prompts): num for num in (2, 1)}.values())
-      for bucket in self.buckets
+      bucket: sorted({self.num_rows(bucket, num, score_prompts): num for num in nums}.values())
+      for bucket in self.buckets[: 1 + self.buckets.index(self.bucket(min(longest, size)))]
     }
     return [
       [self._any_chunk(start, bucket, row) for row in range(num)]
       for start in starts
-      for bucket in self.buckets
+      for bucket in counts
       for num in counts[bucket]
     ]
 

@@ -282,10 +282,15 @@ class Step:
       masks=mask_rows(masks, self._num_slots, self._model.vocab_size) if masks else None,
     )
 
-  def any_inputs(self, *, constrain: bool = False) -> list[StepInputs]:
-    """Returns inputs for each program; a step of them keeps no slot. With `constrain`, also those with token masks."""
+  def any_inputs(self, *, constrain: bool = False, num_texts: int | None = None) -> list[StepInputs]:
+    """Returns inputs for each program that up to `num_texts` texts need; a step of them keeps no slot.
+
+    None: as many texts as there are slots. With `constrain`, also programs with token masks.
+    """
     inputs = []
-    for num_rows in self.row_counts:
+    most = self._num_slots if num_texts is None else min(num_texts, self._num_slots)
+    larger = [rows for rows in self.row_counts if rows >= most]
+    for num_rows in (*(rows for rows in self.row_counts if rows < most), *larger[:1]):
       inputs += [self._any_inputs(num_rows, masked=masked) for masked in ((False, True) if constrain else (False,))]
       if self.num_drafts:
         inputs += [self._any_inputs(num_rows, draft_rows=rows) for rows in self.draft_row_counts(num_rows)]

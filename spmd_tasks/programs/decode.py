@@ -183,8 +183,12 @@ class Decoder:
     """Compiles the programs that these prompts need; does nothing the second time."""
     requests = [*itertools.chain(*self._requests.values())]
     self._constrains = any(request.matcher is not None for request in requests)
-    scores = any(request.first_sample.score_prompt for request in requests)
-    self._steps.compile(score_prompts=scores, constrain=self._constrains)
+    self._steps.compile(
+      score_prompts=any(request.first_sample.score_prompt for request in requests),
+      constrain=self._constrains,
+      num_texts=sum(request.num_outputs for request in requests),
+      longest=max((len(request.first_sample.ids) for request in requests), default=1),
+    )
 
   def run(self, name: str, weights: Any, step: int, place: str | None = None) -> None:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`.

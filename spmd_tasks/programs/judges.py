@@ -1,6 +1,7 @@
 """Judges: eval sets with metrics of the model's texts or scores beside the loss, as SeqIO tasks have metric_fns."""
 
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,7 +63,10 @@ class Judges:
   def compile(self) -> None:
     """Compiles the steps that generate texts."""
     if self._requests:
-      self._steps.compile()
+      sets = self._requests.values()
+      self._steps.compile(
+        num_texts=max(map(len, sets)), longest=max((len(each.ids) for each in itertools.chain(*sets)), default=1)
+      )
 
   def metrics(
     self,

@@ -96,7 +96,7 @@ class SampleWriter:
 
   def compile(self) -> None:
     """Compiles the steps that generate texts."""
-    self._steps.compile()
+    self._steps.compile(num_texts=len(self._requests), longest=max(len(request.ids) for request in self._requests))
 
   def sample(self, variables: Variables, step: int, on_step: Callable[[], None]) -> None:
     """Generates the texts of a train step and writes them; calls `on_step` after each step of the generation."""

@@ -114,6 +114,33 @@ def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
     np.testing.assert_allclose(apart.logprobs, stacked.logprobs, atol=max(run.atol, 1e-3))
 
 
+def test_a_job_of_few_short_texts_compiles_few_programs(monkeypatch):
+  settings = dataclasses.replace(
+    SETTINGS, num_slots=9, max_cache_tokens=None, prefill_rows=None, prefill_chunk=8, min_bucket=2
+  )
+
+  def needed(name='one device', sizes=(), **texts):
+    """The rows of steps; the rows and columns of prefills, and whether they continue a prompt."""
+    steps = DecodeSteps(make_run(name).model, dataclasses.replace(settings, **dict(sizes)))
+    names = []
+    monkeypatch.setattr(steps.programs, '_compile', lambda name, lower: names.append(name) or (lambda: None))
+    steps.compile(**texts)
+    prefills = {(rows, columns, not is_first) for kind, rows, columns, is_first, *_ in names[1:] if kind == 'prefill'}
+    return {rows for kind, rows, *_ in names[1:] if kind == 'step'}, prefills
+
+  every = {(rows, columns, True) for rows, columns in ((1, 2), (1, 4), (1, 8), (2, 4), (4, 2))}
+  assert needed() == needed(num_texts=99, longest=16) == ({2, 8, 9}, every)
+  assert needed(num_texts=3, longest=16) == ({2, 8}, every)
+  assert needed(num_texts=1, longest=3) == ({2}, {(1, 2, True), (1, 4, True)})
+  assert needed(num_texts=1, longest=3, sizes={'max_cache_tokens': 32}) == (
+    {2},
+    {each for each in every if each[0] == 1},
+  )
+  # On a mesh that splits slots, first chunks have programs of their own.
+  on_mesh = [needed('data 2 x mdl 4', {'num_slots': 8}, longest=longest)[1] for longest in (8, 9)]
+  assert on_mesh[1] - on_mesh[0] == {(rows, columns, True) for rows, columns, _ in on_mesh[0]}
+
+
 def test_a_step_may_have_more_rows_than_slots():
   run, requests = make_run('one device'), make_requests()[:4]
   steps = run.few_programs(SETTINGS)
