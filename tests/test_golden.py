@@ -23,6 +23,7 @@ from spmd_tasks.config.resolution import ResolvedConfig
 from spmd_tasks.config.saved_config import format_config
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
+from tests.shapes import shapes_alone
 
 GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
@@ -52,7 +53,8 @@ def resolved(name: str) -> ResolvedConfig:
 def partitioned(name: str) -> PartitionedModel:
   """The experiment on its own mesh, without devices."""
   job = resolved(name).build()
-  return partition_job(job, job.experiment.mesh_spec().build_abstract())
+  with shapes_alone():
+    return partition_job(job, job.experiment.mesh_spec().build_abstract())
 
 
 MADE = {
