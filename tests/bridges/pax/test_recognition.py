@@ -3,6 +3,8 @@
 import pytest
 
 from spmd_tasks.bridges.pax import _recognition, _shims
+from spmd_tasks.config.registry import find_class
+from spmd_tasks.recipes import DenseLanguageModel
 from tests import binary
 
 
@@ -32,6 +34,11 @@ def test_modules_that_import_praxis_are_recognized(module, sources, expected, tm
   monkeypatch.setattr(_shims, 'install_shims', lambda: calls.append(1))
   _recognition.prepare_import(module)
   assert bool(calls) == expected
+
+
+def test_experiments_of_this_package_are_not_searched(monkeypatch):
+  monkeypatch.setattr(_recognition, '_sources', lambda module: pytest.fail(module))
+  assert find_class('spmd_tasks.recipes.DenseLanguageModel', is_typed=True) is DenseLanguageModel
 
 
 PROGRAM = """
