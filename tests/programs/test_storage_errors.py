@@ -25,7 +25,8 @@ def test_the_sentence_names_the_file_and_the_reason_and_recovery_is_exact(
 
   def fail(path, *args):
     nonlocal num_opened
-    if name.rpartition('/')[2] in path.name and name.rpartition('/')[0] in str(path.parent):
+    parent, file_name = os.path.split(path)
+    if name.rpartition('/')[2] in file_name and name.rpartition('/')[0] in parent:
       num_opened += 1
       if num_opened > num_good:
         raise OSError(code, os.strerror(code))
