@@ -34,7 +34,7 @@ from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import CompareInputs, CountGoodput, FirstState, TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import CheckpointRecord
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
-from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
+from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError, is_spike
 from spmd_tasks.replay.rows import describe_rows
 from spmd_tasks.replay.statistics import (
   LayerStatistics,
@@ -234,8 +234,8 @@ class InspectStep(ReplayHook):
         all_rows = gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s)
         rows = [row for own_rows in all_rows for row in own_rows]
       self._before = gradient_state(run.state)
-      # `on_step` is only called for a step that is not skipped.
-      attempt: dict[str, Any] = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}
+      weights = self._statistics(run.state)
+      attempt: dict[str, Any] = {'skipped': None, 'loss': None, 'rows': rows, 'weights': weights}
       if self._task is not None:
         gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
         attempt['loss'] = float(metrics['loss'])
@@ -247,8 +247,15 @@ class InspectStep(ReplayHook):
     self.metrics = metrics
     with run.timed('replay', 'compilation'):
       updates = self._statistics(run.state, self._before)
-      self.attempts[-1] |= {'skipped': False, 'loss': metrics['loss'], 'updates': updates}
+      self.attempts[-1] |= {'loss': metrics['loss'], 'updates': updates}
     return False
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    super().after_skipped_step(run, outcome)
+    if outcome.step == self._first - 1:
+      loss, norm = (float(outcome.metrics[name]) for name in ('loss', 'grad_norm'))
+      reason = 'is above learner.spike_threshold' if is_spike(outcome.metrics) else 'is not finite'
+      self.attempts[-1]['skipped'] = f'loss {loss} or gradient norm {norm} {reason}'
 
 
 def _inspect_step(
@@ -262,8 +269,8 @@ def _inspect_step(
   report |= _comparison(hook, step, hook.metrics, recorded, compare) | {'attempts': hook.attempts}
   for number, attempt in enumerate(hook.attempts, 1):
     kinds: dict[str, Statistics] = {kind: attempt[kind] for kind in _KINDS if attempt.get(kind)}
-    skipped = f' (attempt {number}: skipped, because its loss {attempt["loss"]} or its gradient is not finite)'
-    _print(f'step {step}{skipped * attempt["skipped"]}, from {_origin(hook)}')
+    skipped = '' if attempt['skipped'] is None else f' (attempt {number}, skipped: {attempt["skipped"]})'
+    _print(f'step {step}{skipped}, from {_origin(hook)}')
     for row in attempt['rows']:
       _print(format_row(row))
     _print(format_table(kinds))

@@ -37,8 +37,7 @@ class GradientLearner(BaseLearner):
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     del weights, weight_specs
-    zero = jnp.zeros((), jnp.int32)
-    return LearnerState(opt_state=(), ema_weights=None, num_skipped=zero, num_skipped_in_a_row=zero)
+    return _no_learner_state(jnp.zeros((), jnp.int32))
 
   def update(
     self,
@@ -72,9 +71,13 @@ def gradient_model(task: Task, model: PartitionedModel, experiment: Experiment) 
 
 
 def gradient_state(state: TrainState) -> TrainState:
-  """Returns a copy of the state without optimizer state, which a step of a `gradient_model` may donate."""
-  learner = state.learner.replace(opt_state=(), ema_weights=None)
-  return jax.tree.map(jnp.copy, state.replace(learner=learner))
+  """Returns a copy of the state without the learner's, which a step of a `gradient_model` may donate."""
+  return jax.tree.map(jnp.copy, state.replace(learner=_no_learner_state(state.learner.num_skipped)))
+
+
+def _no_learner_state(num_skipped: jax.Array) -> LearnerState:
+  """Returns the state of a learner that has none: the counts, without anything that a learner may have beside them."""
+  return LearnerState(opt_state=(), ema_weights=None, num_skipped=num_skipped, num_skipped_in_a_row=num_skipped)
 
 
 class LayerStatistics:

@@ -1,10 +1,15 @@
-"""A small job with everything that a replay has to repeat: experts, a pipeline, a mixture of inputs, dropout."""
+"""A job with everything that a replay has to repeat: experts, a pipeline, a mixture, dropout; and one of own arrays."""
 
 from pathlib import Path
 
 import fiddle as fdl
+import flax.linen as nn
+import numpy as np
+import optax
 
+from spmd_tasks import Experiment, Task
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Mixture, SyntheticText, TextInput
+from spmd_tasks.learning import Learner
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh
 
@@ -45,3 +50,24 @@ class PipelinedExperts(PipelinedLanguageModel, MoeLanguageModel):
 
   def eval_inputs(self):
     return {}
+
+
+class OwnArrays(Experiment):
+  """A linear regression of arrays in memory; the fourth batch has a NaN, and the fifth is a spike."""
+
+  ici_mesh_shape = (1, 4, 2)
+  num_train_steps = 4
+  log_every_steps = 1
+  checkpoint_every = 2
+  trackers = ()
+
+  def task(self):
+    learner = Learner(optimizer=optax.adam(0.01), ema_decay=0.9, spike_threshold=6.0, spike_window=4)
+    return Task(model=nn.Dense(1), loss=lambda y, batch: ((y - batch['y']) ** 2).mean(), learner=learner)
+
+  def train_input(self):
+    inputs = np.arange(24.0).reshape(8, 3) % 5
+    batches = [{'inputs': inputs.copy(), 'y': inputs[:, :1].copy()} for _ in range(6)]
+    batches[3]['inputs'][2, 1] = np.nan
+    batches[4]['y'] *= 1e4
+    return batches

@@ -6,13 +6,19 @@ import math
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.learning import AdamW, Learner
+from spmd_tasks.replay.statistics import GradientLearner, gradient_state
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.sharding import WeightSpec
 from tests import binary
 from tests.programs.small_jobs import SMALL
 from tests.replay.replayed_jobs import TEXTS
@@ -61,7 +67,8 @@ def test_a_step_is_replayed_and_inspected(dense, tmp_path, capsys):
   assert report['metrics'].items() <= record[5].items()
   assert report['metrics']['loss'] == record[5]['loss']
   skipped, step = report['attempts']
-  assert (skipped['skipped'], step['skipped']) == (True, False)
+  assert step['skipped'] is None
+  assert 'is not finite' in skipped['skipped']
   assert not math.isfinite(float(skipped['loss']))
   assert step['loss'] == pytest.approx(record[5]['loss'], rel=1e-6)
   assert sum(np.sum(leaf['nan']) for leaf in skipped['gradients'].values()) > 0
@@ -73,6 +80,37 @@ def test_a_step_is_replayed_and_inspected(dense, tmp_path, capsys):
   assert 0 < activations['max'][0] < activations['norm'][0] < math.sqrt(8 * 8 * 6) * activations['max'][0]
   assert 0 < norm_of(step['updates']) < 0.1 * norm_of(step['weights'])
   assert 'every bit of the metrics agrees with the record' in capsys.readouterr().out
+
+
+def test_skipped_batches_of_own_arrays_are_inspected(tmp_path, capsys):
+  """The learner has optional parts of state: an average, and the recent steps that a spike is compared with."""
+  job = train(tmp_path / 'job', 'tests.replay.replayed_jobs.OwnArrays')
+  code, report = replay(job, tmp_path / 'out.json', '--step', 4)
+  nan, spike, step = report['attempts']
+  assert (code, report['checkpoint'], step['skipped']) == (exit_codes.OK, 2, None)
+  assert nan['skipped'].endswith('is not finite')
+  assert spike['skipped'].endswith('is above learner.spike_threshold')
+  assert norm_of(step['gradients']) == pytest.approx(binary.metric_lines(job)[3]['grad_norm'], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  'learner',
+  [
+    Learner(optimizer=optax.adam(0.1), ema_decay=0.9, ema_warmup=True, spike_threshold=6.0),
+    Learner(optimizer=AdamW(learning_rate=0.1), state_on_host=True, num_microbatches=2),
+    Learner(optimizer=optax.MultiSteps(optax.adam(0.1), 2)),
+    Learner(optimizer=optax.contrib.schedule_free_adamw(0.1)),
+    Learner(optimizer=optax.contrib.reduce_on_plateau()),
+  ],
+  ids=['average and spikes', 'on the host', 'accumulated', 'schedule-free', 'plateau'],
+)
+def test_gradients_need_no_state_of_the_learner(learner):
+  weights, specs = {'w': jnp.ones(3)}, {'w': WeightSpec(shape=(3,), init=None)}
+  zero = jnp.zeros((), jnp.int32)
+  state = TrainState(step=zero, rng=zero, weights=weights, learner=learner.init(weights, specs))
+  assert jax.tree.structure(gradient_state(state).learner) == jax.tree.structure(
+    GradientLearner(learner).init(weights, specs)
+  )
 
 
 def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
