@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from absl import logging
+import fiddle as fdl
 from flax import struct, traverse_util
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,8 @@ class Learner(BaseLearner):
   """Settings and pure functions of one optimizer step.
 
   Attributes:
-    optimizer: an optimizer such as `AdamW(learning_rate=3e-4)`, or of optax, such as `optax.adam(3e-4)`.
+    optimizer: an optimizer such as `AdamW(learning_rate=3e-4)`, or of optax, such as `optax.adam(3e-4)`; or its
+      fdl.Config, which is built.
     expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
     balance_bias_rate: the step size of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
     clip_global_norm: gradients are scaled down to this global norm if theirs is larger; None: no clipping.
@@ -183,6 +185,8 @@ class Learner(BaseLearner):
   state_on_host: bool = False
 
   def __post_init__(self):
+    if isinstance(self.optimizer, fdl.Buildable):
+      object.__setattr__(self, 'optimizer', fdl.build(self.optimizer))
     if isinstance(self.optimizer, optax.GradientTransformation | optax.MultiSteps):
       object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
     if not isinstance(self.optimizer, Optimizer):

@@ -13,6 +13,7 @@ import sys
 from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
+import fiddle as fdl
 from flax import struct
 import flax.linen as nn
 import jax
@@ -214,6 +215,9 @@ class Task(BaseTask):
     explicit_axes: call the model and the loss with explicit mesh axes (sharding/explicit_axes.py), for code that reads
       or sets the sharding in the types of arrays. Weights without split dims are then replicated.
 
+  A field may be given as the fdl.Config of its value, which is built at once. Only a fdl.Config(Task, ...) keeps it
+  unbuilt, so that `--set` can change its arguments.
+
   Raises (on construction):
     UserError: a field has the wrong type; or `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
       weights.
@@ -230,6 +234,9 @@ class Task(BaseTask):
   explicit_axes: bool = False
 
   def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if isinstance(config := getattr(self, field.name), fdl.Buildable):
+        object.__setattr__(self, field.name, fdl.build(config))
     object.__setattr__(self, 'learner', as_learner(self.learner))
     if 'flax.nnx' in sys.modules:  # importing it takes a second
       from spmd_tasks.runtime.nnx_model import as_linen

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import fiddle as fdl
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import Loss
-from spmd_tasks.learning import BaseLearner, Learner, LearnerState
+from spmd_tasks.learning import BaseLearner, FromOptax, Learner, LearnerState
 from spmd_tasks.runtime import BaseTask, Task, TrainState, partition_spmd_model
 from spmd_tasks.runtime.flops import model_flops_per_train_step
 from spmd_tasks.sharding import MeshSpec, WeightSpec
@@ -180,6 +181,20 @@ def test_a_task_of_another_framework_is_refused_by_modes_that_need_a_linen_model
 def test_a_learner_of_the_wrong_type_is_refused(learner):
   with pytest.raises(UserError, match=r'learner is .* optimizer'):
     Task(model=Linear(), loss=squared_error, learner=learner)
+
+
+_SGD = fdl.Config(FromOptax, factory=optax.sgd, learning_rate=0.5)
+
+
+@pytest.mark.parametrize(
+  'learner', [_SGD, fdl.Config(Learner, optimizer=_SGD), Learner(optimizer=_SGD)], ids=['optimizer', 'learner', 'inner']
+)
+def test_a_built_task_builds_the_configs_in_its_fields(learner):
+  task = Task(model=fdl.Config(Linear), loss=fdl.Partial(squared_error), learner=learner)
+  assert task.model == Linear()
+  assert task.learner == Learner(optimizer=FromOptax(factory=optax.sgd, learning_rate=0.5))
+  batch = batch_of()
+  assert task.loss(batch['y'] + 1, batch) == pytest.approx(1)
 
 
 def test_an_optimizer_of_the_wrong_type_is_refused():
