@@ -365,11 +365,11 @@ class Track(TrainHook):
     self._eval_step = run.first_step
     path = run.job_log_dir / TRACKERS_FILE
     ids = json.loads(read_text(path)) if path.exists() else {}
-    config = json.loads(read_text(run.job_log_dir / CONFIG_FILE))['config']
+    config = {'experiment': run.job.name} | json.loads(read_text(run.job_log_dir / CONFIG_FILE))['config']
     directory = tempfile.mkdtemp(prefix='spmd_tasks_') if is_remote(run.job_log_dir) else str(run.job_log_dir)
     for name, tracker_class in self._classes.items():
       with self._drop_if_it_fails(run, name):
-        tracker = self._trackers[name] = tracker_class(run.job.name, config, directory, ids.get(name))
+        tracker = self._trackers[name] = tracker_class(run.job_log_dir.name, config, directory, ids.get(name))
         ids[name] = tracker.id
     write_durably(path, json.dumps(ids) + '\n')
     run.media_writers.append(functools.partial(self._log_media, run))

@@ -168,6 +168,7 @@ def comparison_page(groups: Sequence[Group]) -> str:
     header=header,
     rows=rows,
     groups=groups,
+    experiments=sorted({run.experiment for group in groups for run in group.runs if run.experiment}),
     steps=_steps,
     data={
       'labels': [group.label for group in groups],

@@ -7,10 +7,12 @@
 killed continues the job that ran, and chooses the others as it would have.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
+import difflib
 import math
 import os
+import sys
 from typing import Any, Literal
 
 from spmd_tasks.errors import UserError
@@ -37,11 +39,22 @@ class ByOptuna:
     settings = {path: getattr(x, 'choices', None) or (x.low,) for path, x in self.distributions.items()}
     return make_job('trial', {path: values[0] for path, values in settings.items()})
 
-  def jobs(self, directory: str) -> Iterator[SweepJob]:
-    """Yields one job after another, and tells Optuna the result of each when the next is asked for.
+  def check_metric(self, eval_names: Collection[str]) -> None:
+    """Raises a UserError if the metric is of an eval that the experiment does not have."""
+    kind, _, name = self.metric.partition('/')
+    name = name.rpartition('/')[0]
+    if kind == 'eval' and name not in eval_names:
+      raise UserError(
+        f'by_optuna() has the metric {self.metric!r}, but eval_inputs() has {", ".join(sorted(eval_names)) or "none"}: '
+        "write eval/SET/METRIC with one of these sets, or the name of a training metric, such as 'loss'."
+      )
 
-    A job that fails, or whose metric is not finite, is a failed trial. Raises a UserError: Optuna is not installed, the
-    directory is not on a disk, or a complete job does not have the metric.
+  def jobs(self, directory: str) -> Iterator[tuple[int, SweepJob]]:
+    """Yields the number of each job, from 1, and the job; tells Optuna its result when the next is asked for.
+
+    A job that fails, or whose metric is not finite, is a failed trial. At the end, prints which trial is the best.
+
+    Raises a UserError: Optuna is not installed, the directory is not on a disk, or a complete job lacks the metric.
     """
     require('sweep', 'optuna', wants='by_optuna()')
     import optuna
@@ -64,12 +77,19 @@ class ByOptuna:
       else:  # it ran when the sweep was killed
         settings = trials[number].params
       job = make_job(f'trial_{number:04d}', settings)
-      yield job
+      yield number + 1, job
       value = self._result(path / job.name)
       if value is None:
         study.tell(number, state=optuna.trial.TrialState.FAIL)
       else:
         study.tell(number, value)
+    if any(trial.value is not None for trial in study.get_trials(deepcopy=False)):
+      best = study.best_trial
+      settings = ' '.join(make_job('trial', best.params).overrides)
+      print(
+        f'spmd-tasks: trial_{best.number:04d} is the best: {self.metric} = {best.value:.4g} with {settings}',
+        file=sys.stderr,
+      )
 
   def _result(self, directory: Any) -> float | None:
     """Returns the last value of the metric; None if the job has failed, or the value is not finite."""
@@ -80,8 +100,10 @@ class ByOptuna:
     values = [line[self.metric] for line in run.lines.values() if self.metric in line]
     if run.has_ended and not values:
       names = sorted({name for line in run.lines.values() for name in line})
+      near = difflib.get_close_matches(self.metric, names, n=3)
       raise UserError(
-        f'by_optuna() has the metric {self.metric!r}, which {directory} has not: it has {", ".join(names)}.'
+        f'by_optuna() has the metric {self.metric!r}, which {directory} has not: '
+        f'{"the nearest are" if near else "it has"} {", ".join(near or names)}.'
       )
     value = values[-1] if run.has_ended else None
     return value if isinstance(value, float) and math.isfinite(value) else None

@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from spmd_tasks import exit_codes
 from spmd_tasks.command import Command
-from spmd_tasks.config.resolution import resolve_experiment, split_override
+from spmd_tasks.config.resolution import ResolvedConfig, resolve_experiment, split_override
+from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, is_missing
 from spmd_tasks.main import run_flags
@@ -32,6 +33,7 @@ def start(flags: argparse.Namespace) -> int | None:
   command = Command(flags=flags)
   if flags.sweep_index is None:
     command.use_fake_devices()
+    skip_absent_tpu()
   experiment = resolve_experiment(flags.exp, command.overrides, flags.experiment_path)
   sweep = sweep_of(experiment)
   if isinstance(sweep, ByOptuna):
@@ -44,7 +46,9 @@ def start(flags: argparse.Namespace) -> int | None:
     jobs = jobs_of(experiment)
   _refuse_set_twice(command, jobs)
   if flags.sweep_index is None:
-    _check_jobs(command, jobs)
+    resolved = _check_jobs(command, jobs)
+    if isinstance(sweep, ByOptuna):
+      sweep.check_metric(resolved[0].parts['eval_inputs'])
   if flags.sweep_list:
     width = max(len(job.name) for job in jobs)
     print('\n'.join(f'{index:4}  {job.name:{width}}  {" ".join(job.overrides)}' for index, job in enumerate(jobs)))
@@ -57,7 +61,7 @@ def start(flags: argparse.Namespace) -> int | None:
   if isinstance(sweep, ByOptuna):
     return _run_all(flags, sweep.jobs(flags.job_log_dir), sweep.count)
   if flags.sweep is not None:
-    return _run_all(flags, jobs, len(jobs))
+    return _run_all(flags, enumerate(jobs, 1), len(jobs))
   _choose(flags, jobs[_index(flags, len(jobs))])
   return None
 
@@ -71,13 +75,15 @@ def _refuse_set_twice(command: Command, jobs: list[SweepJob]) -> None:
       raise UserError(f'{path} is set by the command, and by the sweep in {job.name}: remove it from one of them.')
 
 
-def _check_jobs(command: Command, jobs: list[SweepJob]) -> None:
-  """Raises a UserError if the overrides of a job are wrong, before any job runs."""
+def _check_jobs(command: Command, jobs: list[SweepJob]) -> list[ResolvedConfig]:
+  """Returns the config of each job. Raises a UserError if the overrides of one are wrong, before any job runs."""
+  resolved = []
   for job in jobs:
     try:
-      command.resolve(after=job.overrides)
+      resolved.append(command.resolve(after=job.overrides))
     except UserError as error:
       raise UserError(f'job {job.name} of the sweep: {error}') from error
+  return resolved
 
 
 def _index(flags: argparse.Namespace, num_jobs: int) -> int:
@@ -135,8 +141,8 @@ def _shared_programs(flags: argparse.Namespace) -> Iterator[None]:
     yield
 
 
-def _run_all(flags: argparse.Namespace, jobs: Iterable[SweepJob], count: int) -> int:
-  """Runs all jobs; returns the exit code of the first one that failed. A preempted job ends the sweep."""
+def _run_all(flags: argparse.Namespace, jobs: Iterable[tuple[int, SweepJob]], count: int) -> int:
+  """Runs all numbered jobs; returns the exit code of the first one that failed. A preempted job ends the sweep."""
   if flags.mode is None or not flags.job_log_dir:
     raise UserError('--sweep all needs --mode, such as train, and --job_log_dir, which gets a directory for each job.')
   if flags.num_processes not in (None, 1):
@@ -146,7 +152,7 @@ def _run_all(flags: argparse.Namespace, jobs: Iterable[SweepJob], count: int) ->
   _run_alone(flags)
   codes: dict[str, int] = {}
   with _shared_programs(flags):
-    for number, job in enumerate(jobs, 1):
+    for number, job in jobs:
       of_job = argparse.Namespace(**vars(flags))
       _choose(of_job, job)
       print(f'spmd-tasks: job {number} of {count}: {of_job.job_log_dir}', file=sys.stderr, flush=True)

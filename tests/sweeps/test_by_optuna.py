@@ -1,5 +1,6 @@
 """Optuna chooses the jobs of a sweep: by their results, and the same ones after a kill."""
 
+import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
@@ -28,6 +29,11 @@ class OtherMetric(Chosen):
     return sweep(1, metric='eval/valid/los')
 
 
+class OtherSet(Chosen):
+  def sweep(self):
+    return sweep(1, metric='eval/test/loss')
+
+
 def run(directory, *flags, exp='Chosen'):
   job = ('--exp', f'{__name__}.{exp}', '--mode', 'train', '--job_log_dir', directory)
   return binary.run_in_process(*job, *(flags or ('--sweep', 'all')))
@@ -40,17 +46,23 @@ def test_results_are_told_and_a_killed_sweep_continues_with_the_same_job(tmp_pat
   losses = [binary.column(tmp_path / f'trial_{i:04d}' / 'eval' / 'valid', 'loss')[6] for i in range(3)]
   assert [trial.value for trial in trials] == losses
   assert len({trial.params['learning_rate'] for trial in trials}) == 3
-  capfd.readouterr()
+  best = f'trial_{np.argmin(losses):04d} is the best: eval/valid/loss = {min(losses):.4g} with learning_rate='
+  assert best in capfd.readouterr().err
   assert run(tmp_path) == exit_codes.OK
-  assert 'job 1' not in capfd.readouterr().err
-  killed = next(sweep(4).jobs(str(tmp_path)))  # asked for, and never told
-  assert killed.name == 'trial_0003'
-  assert next(sweep(4).jobs(str(tmp_path))) == killed
+  printed = capfd.readouterr().err
+  assert 'spmd-tasks: job' not in printed
+  assert best in printed
+  number, killed = next(sweep(4).jobs(str(tmp_path)))  # asked for, and never told
+  assert (number, killed.name) == (4, 'trial_0003')
+  assert next(sweep(4).jobs(str(tmp_path))) == (number, killed)
 
 
 def test_a_metric_that_no_job_has_is_refused_with_those_that_it_has(tmp_path, capfd):
   assert run(tmp_path, exp='OtherMetric') == exit_codes.USAGE
-  assert "the metric 'eval/valid/los', which" in capfd.readouterr().err
+  assert 'which {} has not: the nearest are eval/valid/loss'.format(tmp_path / 'trial_0000') in capfd.readouterr().err
+  assert run(tmp_path / 'other', exp='OtherSet') == exit_codes.USAGE
+  assert "the metric 'eval/test/loss', but eval_inputs() has valid: write" in capfd.readouterr().err
+  assert not (tmp_path / 'other').exists()
 
 
 def test_a_single_job_cannot_be_chosen(tmp_path, capfd):
