@@ -211,22 +211,33 @@ def test_the_binary_prints_nothing_but_the_sentence(tmp_path):
 # --- a user's own experiments ---
 
 OWN_EXPERIMENT = '''
-from spmd_tasks.experiments.synthetic import Tiny
+import flax.linen as nn
+import numpy as np
+import optax
+
+from spmd_tasks import Experiment, Task
 
 
-class Mine(Tiny):
+def loss(logits, batch):
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch['label']).mean()
+
+
+class Mine(Experiment):
   """No registration, no package of ours: a class in the current directory."""
 
-  vocab_size = 16
-  model_dims = 4
-  num_heads = 1
-  hidden_dims = 4
-  num_layers = 1
   num_train_steps = 3
+  log_every_steps = 1
   trackers = ()
 
+  def task(self):
+    return Task(model=nn.Dense(2), loss=loss, learner=optax.sgd(0.1))
 
-class Broken(Tiny):
+  def train_input(self):
+    for label in np.random.default_rng(self.seed).integers(0, 2, (3, 4)):
+      yield {'inputs': np.eye(2)[label], 'label': label}
+
+
+class Broken(Mine):
   """A bug of the user's own."""
 
   def train_input(self):
