@@ -115,7 +115,7 @@ SHARDS = f'{FFN}.load_balance_shards=4'
 BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
-# Dense rows share a reference with Adafactor and two layers, which fill half of a circular pipeline. Experts use AdamW.
+# Dense rows of ONE_BY_ONE share a reference with Adafactor and two layers, which fill half of a circular pipeline.
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
   (
@@ -127,6 +127,7 @@ CASES = [
   ),
   ('recurrent layers and experts, Adafactor, data 2 x expert 2 x mdl 2', RecurrentExpertAxis, (1, 2, 2, 2), (), ()),
 ]
+# The rows above have what only a whole step shows: padding in optimizers and in muP, accumulation, slices.
 # Tests that run by default compare these features on a mesh too: tests/bridges/t5x/test_gin.py (an encoder and a
 # decoder, with the checkpoints of T5X), tests/learning/test_muon.py (Muon),
 # tests/layers/attention (prefixes), tests/layers/moe (capacity), tests/layers/pipeline (schedules, experts), and
