@@ -123,7 +123,7 @@ def _apply(model, variables, batch):
 
 
 def _generate(model, weights, ids):
-  """Logits [B, T, V] of the columns behind each row's prompt, one at a time; the rest are NaN."""
+  """Logits [B, T, V] of the whole text, and one at a time, of the columns behind each row's prompt (else NaN)."""
 
   def place(fresh, full):
     # What an earlier sequence left in places that are not read must not matter.
@@ -137,7 +137,7 @@ def _generate(model, weights, ids):
     return cache
 
   @jax.jit
-  def prefill(weights):
+  def read(weights):
     columns = np.arange(ids.shape[1])[None]
     batch = {
       'ids': ids,
@@ -146,7 +146,8 @@ def _generate(model, weights, ids):
     }
     _, cache = _apply(model, {'params': weights}, batch)
     full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-2], NUM_POSITIONS, x.shape[-1]), x.dtype), cache)
-    return jax.tree.map(place, cache, full)
+    whole = model.apply({'params': weights}, {'ids': ids})['logits']
+    return whole, jax.tree.map(place, cache, full)
 
   @jax.jit
   def step(weights, cache, tokens, positions, active):
@@ -154,14 +155,14 @@ def _generate(model, weights, ids):
     outputs, new = _apply(model, {'params': weights, 'cache': cache}, batch)
     return outputs['logits'][:, 0], jax.tree.map(lambda c, n: write(c, n, positions, active), cache, new)
 
-  cache = prefill(weights)
+  whole, cache = read(weights)
   logits = np.full((*ids.shape, VOCAB), np.nan, np.float32)
   rows = np.arange(len(LENGTHS))
   for i in range(NUM_STEPS):
     positions = (LENGTHS + i) * (LENGTHS > 0)
     out, cache = step(weights, cache, ids[rows, positions], positions, (LENGTHS > 0).astype(np.int32))
     logits[rows, positions] = out
-  return logits
+  return whole, logits
 
 
 # A chunk of multi-head attention is compared below; experts and pipelines are in tests/decoding/test_decode_steps.py.
@@ -170,8 +171,7 @@ def test_token_by_token_is_the_whole_text(name, rng):
   model = MODELS[name]
   weights = random_weights(model, {'ids': np.ones((4, 4), np.int32)})
   ids = rng.integers(1, VOCAB, (len(LENGTHS), LENGTHS.max() + NUM_STEPS)).astype(np.int32)
-  expected = jax.jit(model.apply)({'params': weights}, {'ids': ids})['logits']
-  actual = _generate(model, weights, ids)
+  expected, actual = _generate(model, weights, ids)
   for row in np.flatnonzero(LENGTHS):
     columns = slice(LENGTHS[row], LENGTHS[row] + NUM_STEPS)
     np.testing.assert_allclose(actual[row, columns], expected[row, columns], rtol=1e-4, atol=2e-5)
