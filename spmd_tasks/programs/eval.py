@@ -45,7 +45,8 @@ def evaluate(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    UserError: the experiment has no eval sets, or both `step` and `watch` are given.
+    UserError: the experiment has no eval sets; both `step` and `watch` are given; or the loss returns no per-example
+      outputs to write.
   """
   if watch and step is not None:
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
@@ -60,7 +61,8 @@ def evaluate(
     progress = Progress(len(job.eval_inputs), 0, primary=is_primary())
     reader.stack.callback(progress.close)
     try:
-      for variables, restored, place in reader.checkpoints(evaluator.compile, step=step, watch=watch, poll_s=poll_s):
+      compile_steps = functools.partial(evaluator.compile, needs_examples=writes_examples)
+      for variables, restored, place in reader.checkpoints(compile_steps, step=step, watch=watch, poll_s=poll_s):
         origin = '' if place is None else f' of {place}'
         num_finished = 0
         on_batch = functools.partial(reader.watchdog.beat, restored, 'eval')

@@ -83,10 +83,18 @@ class Evaluator:
       states = {f'eval_inputs.{name}': iterator.get_state() for name, iterator in self._iterators.items()}
       refuse_other_data('data files of eval sets', states, limit_s)
 
-  def compile(self) -> None:
-    """Compiles the eval steps now instead of in the first evaluation."""
-    for step in self._steps.values():
-      step.compile()
+  def compile(self, *, needs_examples: bool = False) -> None:
+    """Compiles the eval steps now instead of in the first evaluation.
+
+    Raises a UserError if `needs_examples` and the loss returns no per-example outputs.
+    """
+    for name, step in self._steps.items():
+      outputs = step.compile().out_info.get('outputs')
+      if needs_examples and (outputs is None or not outputs.per_example):
+        raise UserError(
+          f'--write_examples has nothing to write of eval set {name!r}, because the loss returns no per-example '
+          'outputs: return LossOutput(loss=..., weight=..., per_example={NAME: [B, ...]}), or leave the flag out.'
+        )
     if self._judges is not None:
       self._judges.compile()
 

@@ -11,9 +11,11 @@ import pytest
 from tensorboard.backend.event_processing import event_file_loader
 
 from spmd_tasks import Learner, Task, exit_codes
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.learning import AdamW
+from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.runtime.media import Histogram, Image, Table
 from tests import binary
@@ -90,6 +92,15 @@ class Telling(Regression):
     return [Remember()]
 
 
+class Silent(Telling):
+  """With a loss that returns no outputs."""
+
+  def task(self):
+    task = super().task()
+    task.loss = fdl.Config(SquaredError)
+    return task
+
+
 def reference(weights, batch):
   up, down = (np.asarray(weights[name], np.float64) for name in ('up', 'down'))
   predictions = np.tanh(batch['x'] @ up) @ down
@@ -162,6 +173,14 @@ def test_they_reach_hooks_metrics_events_and_the_files_of_evals(tmp_path):
   assert [line['index'] for line in written] == list(range(len(weights)))
   np.testing.assert_allclose([line['error'] for line in written], errors, rtol=1e-6)
   assert len(written[0]['prediction']) == 3
+
+
+def test_a_loss_without_outputs_has_none_to_write(tmp_path):
+  """The file would have no lines."""
+  job = resolve(f'{__name__}.Silent').build()
+  evaluator = Evaluator(job, partition_job(job), tmp_path, keeps_examples=True)
+  with pytest.raises(ValueError, match=r"nothing to write of eval set 'held_out'.*per_example=\{NAME"):
+    evaluator.compile(needs_examples=True)
 
 
 @pytest.mark.parametrize('wrong', [jnp.zeros(()), jnp.zeros(5)])
