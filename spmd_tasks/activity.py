@@ -82,10 +82,14 @@ def _current() -> tuple[str, float] | None:
 
 def say(text: str) -> None:
   """Prints one line, unless SPMD_TASKS_QUIET is set."""
-  if is_silent():
-    return
-  global _last_s
-  _last_s = time.monotonic()
+  if not is_silent():
+    global _last_s
+    _last_s = time.monotonic()
+    print_line(text)
+
+
+def print_line(text: str) -> None:
+  """Prints one line to stderr with the time of day, above a progress bar if there is one."""
   line, tqdm = f'{time.strftime("%H:%M:%S")} {text}', sys.modules.get('tqdm')
   with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream is full, closed or missing
     tqdm.tqdm.write(line, file=sys.stderr) if tqdm else print(line, file=sys.stderr)  # above a progress bar

@@ -16,6 +16,7 @@ if __name__ == '__main__':  # python -m spmd_tasks.main; otherwise __main__.py h
 
 import atexit
 from collections.abc import Sequence
+import logging
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from spmd_tasks import exit_codes
-from spmd_tasks.activity import set_activity, silence
+from spmd_tasks.activity import print_line, set_activity, silence
 from spmd_tasks.errors import UserError, refuse_exit, user_error_code
 from spmd_tasks.interrupt import SENTENCE
 from spmd_tasks.sigterm import leave_on_signals
@@ -37,12 +38,22 @@ if TYPE_CHECKING:
 _THREADS_LIMIT_S = 5.0
 
 
+class _LogLines(logging.Handler):
+  """Prints log records as other lines of a job are printed: `12:00:05 warning: ...`."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    logger = '' if record.name == 'absl' else f'{record.name}: '
+    print_line(f'{record.levelname.lower()}: {logger}{self.format(record)}')
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs the command of the console and exits with one of exit_codes.py."""
   leave_on_signals()  # first: other imports are inside functions, so that this line runs within milliseconds
   # While Python exits, nothing is left to save, so Ctrl-C must not change the exit code.
   atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
   tolerate_write_errors()
+  if not logging.root.handlers:
+    logging.root.addHandler(_LogLines())
   with escaped_output():  # also around the traceback of a bug
     try:
       code = _run(argv, called=None)

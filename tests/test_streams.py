@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -97,7 +98,7 @@ main.main()
 """
   ended = binary.run_python(program, fresh=True)
   assert ended.returncode == exit_codes.FAILED
-  assert f'WARNING:absl:{ESCAPED}\n' in ended.stderr
+  assert re.search(rf'^\d\d:\d\d:\d\d warning: {re.escape(ESCAPED)}\n', ended.stderr, re.MULTILINE)
   assert ended.stderr.endswith(f'ValueError: {ESCAPED}\n')
 
 

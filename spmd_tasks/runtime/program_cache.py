@@ -130,7 +130,7 @@ def _read_records(directory: epath.Path, prefix: str) -> list[Record]:
 def _why_missed(record: Record, others: list[Record]) -> str:
   """Returns how a program differs from the most similar record of the same name."""
   if not others:
-    return 'it was not in the compilation cache: the first one of this name'
+    return 'the compilation cache has none of this name'
 
   def differing(other: Record) -> list[str]:
     return [name for name in record if record[name] != other.get(name)]
