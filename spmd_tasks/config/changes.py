@@ -5,17 +5,22 @@ long a job runs. The experiment's other fields matter through the task and the i
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import json
+import re
 from typing import Any
 
 from etils import epath
 
 from spmd_tasks.config.encoding import one_line, show
+from spmd_tasks.config.resolution import PARTS
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment
 from spmd_tasks.extensions import keeps_numbers
 from spmd_tasks.files import read_text
 
+_MAX_SHOWN = 120  # characters of a value
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
 # Fields of inputs and learners that do not change numbers. Extensions may declare others.
@@ -56,9 +61,11 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     if name in now and before[name] != now[name]
   ]
   parts = _TRAINING if mode == 'train' else _EVALUATION
-  changes = [
-    line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts) and not line.endswith(_OFF)
-  ]
+  differences = [(line.partition(': ')[0], line) for line in diff(previous, config) if not line.endswith(_OFF)]
+  changes = [line for path, line in differences if _matters(path, parts)]
+  if changes:  # probably because of the fields that the experiment's own class declares
+    base = {*PARTS, 'experiment', *(field.name for field in dataclasses.fields(Experiment))}
+    changes = [line for path, line in differences if path.partition('.')[0] not in base] + changes
   changes += environment
   if changes:
     resizes = any(line.startswith('task.model') and line.rpartition(' -> ')[2].isdigit() for line in changes)
@@ -70,7 +77,10 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """Returns `path: old -> new` for every path at which two saved configs differ, sorted; the experiment comes first."""
+  """Returns `path: old -> new` for every path at which two saved configs differ, sorted; the experiment comes first.
+
+  Of long values, such as optax's functions with what they captured, only what differs is shown.
+  """
   lines = []
   if old['experiment'] != new['experiment']:
     lines.append(f'experiment: {one_line(old["experiment"])} -> {new["experiment"]}')
@@ -78,8 +88,22 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
   for path in sorted({*before, *after}, key=lambda path: path.split('.')):
     sides = [show(config[path]) if path in config else 'absent' for config in (before, after)]
     if sides[0] != sides[1]:
-      lines.append(f'{one_line(path)}: {sides[0]} -> {sides[1]}')
+      lines.append(f'{one_line(path)}: {" -> ".join(_around_difference(*sides))}')
   return lines
+
+
+def _around_difference(*texts: str) -> Sequence[str]:
+  """Returns two different texts, or if one is long, their words between the first and the last that differ."""
+  if max(map(len, texts)) <= _MAX_SHOWN:
+    return texts
+  before, after = (re.split(r'(?<=[(, /])|(?=[),])', text) for text in texts)
+  shortest = min(len(before), len(after))
+  start = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+  end = next((i for i in range(shortest - start) if before[-1 - i] != after[-1 - i]), shortest - start)
+  start = max(start - 1, 0)  # with the function of an argument
+  shown = [''.join(words[start : len(words) - end]).strip() for words in (before, after)]
+  dots = '...' if start else ''
+  return [dots + text[:_MAX_SHOWN] + ('...' if end or len(text) > _MAX_SHOWN else '') for text in shown]
 
 
 def _matters(path: str, parts: Sequence[str]) -> bool:

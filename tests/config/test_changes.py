@@ -2,10 +2,13 @@
 
 import json
 
+import optax
 import pytest
+from small_experiments import Small
 
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.changes import refuse_changed_config
+from spmd_tasks.learning import Learner
 from spmd_tasks.programs.job_directory import has_trained
 
 
@@ -36,6 +39,29 @@ def test_a_change_of_the_numbers_is_refused(job_log_dir, override, in_train, in_
     else:
       with pytest.raises(ValueError, match=rf'begun with another config:\n.*{override.partition("=")[0][:4]}'):
         refuse_changed_config(job_log_dir, config, mode=mode)
+
+
+class WithOptax(Small):
+  """Has an optimizer without fields, and so a config of 1.5 kB for the functions that it captured."""
+
+  learning_rate: float = 0.01
+
+  def task(self):
+    return Learner(optimizer=optax.adamw(self.learning_rate))
+
+
+def test_a_change_inside_a_value_without_fields_names_the_field_of_the_experiment(job_log_dir):
+  (job_log_dir / 'config.json').write_text(json.dumps(to_json(resolve(WithOptax))))
+  changed = to_json(resolve(WithOptax, ['learning_rate=0.001', 'num_train_steps=80']))
+  with pytest.raises(ValueError) as error:
+    refuse_changed_config(job_log_dir, changed, mode='train')
+  assert str(error.value).splitlines()[1:3] == [
+    '  learning_rate: 0.01 -> 0.001',
+    '  task.optimizer.factory: ...update=optax:scale.<locals>.update_fn(step_size=-0.01... -> '
+    '...update=optax:scale.<locals>.update_fn(step_size=-0.001...',
+  ]
+  free = to_json(resolve(WithOptax, ['num_layers=3', 'num_train_steps=80']))
+  refuse_changed_config(job_log_dir, free, mode='train')  # nothing reads num_layers
 
 
 def test_a_new_field_that_is_off_is_not_a_change(job_log_dir):
