@@ -171,6 +171,8 @@ class BatchesIterator(base.InputIterator):
     self._before: Any = None  # the stream's own state before the last batch
     self._last: base.Batch = {}  # the last batch that was read
     self._num_left = 0  # rows of the last batch that are not used yet
+    self._gathered: list[tuple[int, int, range]] = []  # (epoch, index of a batch, its rows) that were gathered last
+    self._indices: Sequence[int] = ()  # which of the gathered rows were returned
     self._has_warned = False
 
   @property
@@ -180,14 +182,20 @@ class BatchesIterator(base.InputIterator):
 
   def __next__(self) -> base.Batch:
     if self._batches.repeats:
-      return self._rows_at(self._gather(self._num_rows), self._rows)
+      return self.next_rows(self._num_rows, self._rows)
     batch = self._next_batch()
     if not self._batches.gives_whole_batches:
       return batch
     return self._rows_at(batch, base.shard_rows(_num_rows(batch), *self._shard))
 
   def next_rows(self, count: int, indices: Sequence[int]) -> base.Batch:
+    self._indices = indices
     return self._rows_at(self._gather(count), indices)
+
+  def origins(self) -> list[list[str]]:
+    """Returns where in the data each of the rows that were read last is, in training; all counts begin at 0."""
+    rows = [(epoch, index, row) for epoch, index, rows in self._gathered for row in rows]
+    return [['epoch {}, batches[{}], row {}'.format(*rows[index])] for index in self._indices]
 
   @staticmethod
   def _rows_at(batch: base.Batch, indices: Any) -> base.Batch:
@@ -198,6 +206,7 @@ class BatchesIterator(base.InputIterator):
   def _gather(self, count: int) -> base.Batch:
     """Returns the next `count` rows of the data, across the boundaries of its batches."""
     parts: list[base.Batch] = []
+    self._gathered = []
     while count > 0:
       if self._num_left == 0:
         self._last = self._next_batch()
@@ -210,7 +219,9 @@ class BatchesIterator(base.InputIterator):
           )
       used = min(count, self._num_left)
       start = _num_rows(self._last) - self._num_left
-      parts.append(self._rows_at(self._last, range(start, start + used)))
+      rows = range(start, start + used)
+      self._gathered.append((self._num_passes, self._num_read - 1, rows))
+      parts.append(self._rows_at(self._last, rows))
       count, self._num_left = count - used, self._num_left - used
     return parts[0] if len(parts) == 1 else self._joined(parts)
 

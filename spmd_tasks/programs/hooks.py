@@ -343,8 +343,8 @@ class ShowProgress(TrainHook):
     spike = ', a spike' if is_spike(outcome.metrics) else ''
     run.message(
       f'skipped an update after step {outcome.step}: loss {float(outcome.metrics["loss"])}, gradient norm '
-      f'{float(outcome.metrics["grad_norm"])}{spike}; weights and optimizer are unchanged. `--mode replay --step '
-      f'{outcome.step + 1}` shows its rows'
+      f'{float(outcome.metrics["grad_norm"])}{spike}; weights and optimizer are unchanged. `--mode replay '
+      f'--job_log_dir {run.job_log_dir} --step {outcome.step + 1}` shows its rows'
     )
 
 

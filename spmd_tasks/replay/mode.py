@@ -181,6 +181,7 @@ def _checkpoint_steps(checkpointer: Any) -> list[int]:
   return primary_decides(checkpointer.all_steps, 'replay_steps', limit_s=LOOK_LIMIT_S)
 
 
+_SHOWN_PLACES = 10  # of values that are not finite
 _KINDS = ('weights', 'gradients', 'activations', 'updates')  # the statistics of an attempt
 
 
@@ -273,6 +274,8 @@ def _inspect_step(
     _print(f'step {step}{skipped}, from {_origin(hook)}')
     for row in attempt['rows']:
       _print(format_row(row))
+    if not_finite := format_not_finite(attempt['rows']):
+      _print(not_finite)
     _print(format_table(kinds))
     if 'gradients' not in attempt:
       _print(f'gradients and activations are not available for a {type(opened.job.task).__name__}')
@@ -403,6 +406,13 @@ def format_row(row: dict[str, Any]) -> str:
   parts += [f'{len(documents)} document(s) of {"+".join(map(str, documents))} tokens'] if documents else []
   parts += row['from']
   return '  '.join(parts) + (f'  {row["begins"]!r}' if isinstance(row.get('begins'), str) else '')
+
+
+def format_not_finite(rows: Sequence[dict[str, Any]]) -> str:
+  """Returns a line that names the arrays and rows of a batch with values that are not finite; '' if all are finite."""
+  places = [f'{name!r} in row {row["row"]} ({count})' for row in rows for name, count in row['not_finite'].items()]
+  others = f' and {len(places) - _SHOWN_PLACES} others' * (len(places) > _SHOWN_PLACES)
+  return f'values that are not finite: {", ".join(places[:_SHOWN_PLACES])}{others}' if places else ''
 
 
 def _print(text: str) -> None:

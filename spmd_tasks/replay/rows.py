@@ -1,23 +1,22 @@
-"""Describes the rows of a batch: their sources, blocks of text, documents and first words.
+"""Describes the rows of a batch: their origins, documents and first words, and entries that are not finite.
 
     describe_rows(job, position)      # [{'row': 0, 'source': 'web', 'from': ['a.jsonl bytes 0-930'], ...}, ...]
 
 The batch is read again from its position in the input. The description depends on the input: a TextInput knows the
-blocks of each row, a Mixture the source of each row and the source's description, and other data only the number of the
-batch.
+blocks of each row, plain data the batch and row that it was, a Mixture the source of each row and the source's
+description, and other data only the number of the batch.
 """
 
 import contextlib
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.experiment import Job, make_training_iterator
 from spmd_tasks.inputs import Batch, Input, InputIterator, Mixture, State
 from spmd_tasks.inputs.base import RowIterator, reads_rows, source_of_rows
-from spmd_tasks.inputs.batch_ramp import BatchRampIterator
-from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import decode_all
 
 _SHOWN_TOKENS = 32
@@ -43,8 +42,14 @@ def describe_rows(job: Job, position: State | None) -> list[dict[str, Any]]:
 
 
 def _contents(job: Job, batch: Batch, row: int) -> dict[str, Any]:
-  """Returns the lengths of a row's documents, its loss weight, and its first words."""
-  entry: dict[str, Any] = {}
+  """Returns the lengths of a row's documents, its loss weight, its first words, and its values that are not finite."""
+  entry: dict[str, Any] = {'not_finite': {}}
+  for name, rows in batch.items():
+    if rows.ndim and jnp.issubdtype(rows.dtype, jnp.inexact):
+      with np.errstate(over='ignore'):  # a float64 may be infinite in float32
+        values = rows[row].astype(jax.dtypes.canonicalize_dtype(rows.dtype))
+      if count := int(np.sum(~np.isfinite(values))):
+        entry['not_finite'][name] = count
   if 'segment_ids' in batch:
     entry['tokens_per_document'] = np.bincount(batch['segment_ids'][row].ravel())[1:].tolist()
   if 'weights' in batch:
@@ -60,7 +65,7 @@ def _origins(source: Input, iterator: InputIterator, before: State, batch: Batch
   """Returns the origins in the data of each of this process's rows of an iterator's last batch."""
   if isinstance(source, Mixture):
     return _origins_in_mixture(source, before, batch)
-  if isinstance(iterator, TextIterator | BatchRampIterator) and (origins := iterator.origins()) is not None:
+  if hasattr(iterator, 'origins') and (origins := iterator.origins()) is not None:
     return origins
   after = iterator.get_state()
   numbers = {

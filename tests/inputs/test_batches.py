@@ -1,6 +1,7 @@
 """Plain data as an input: lists, functions, Grain and tf.data resume exactly at a saved position."""
 
 import json
+import re
 
 import grain
 import jax
@@ -189,6 +190,15 @@ def test_every_row_of_batches_of_any_size_is_read(source, caplog):
     resumed = as_input('train_input', source, repeats=True).make_iterator()
     resumed.set_state(state)
     assert_same(take(resumed, 4), batches[num_before : num_before + 4])
+
+
+def test_each_row_has_its_place_in_the_data():
+  iterator = as_input('train_input', RAGGED, repeats=True).make_iterator(1, 2)
+  for _ in range(15):  # more than two epochs
+    rows, origins = next(iterator)['row'], iterator.origins()
+    places = [re.fullmatch(r'epoch (\d+), batches\[(\d+)\], row (\d+)', *origin).groups() for origin in origins]
+    assert [RAGGED[int(index)]['row'][int(row)] for _, index, row in places] == rows.tolist()
+  assert {epoch for epoch, _, _ in places} == {'2'}
 
 
 def test_each_process_reads_all_its_own_rows():

@@ -90,6 +90,11 @@ def test_skipped_batches_of_own_arrays_are_inspected(tmp_path, capsys):
   assert (code, report['checkpoint'], step['skipped']) == (exit_codes.OK, 2, None)
   assert nan['skipped'].endswith('is not finite')
   assert spike['skipped'].endswith('is above learner.spike_threshold')
+  assert [row['from'] for row in nan['rows']] == [[f'epoch 0, batches[3], row {row}'] for row in range(8)]
+  assert [row['not_finite'] for row in nan['rows']] == [{'inputs': 1} if row == 2 else {} for row in range(8)]
+  shown = capsys.readouterr()
+  assert "values that are not finite: 'inputs' in row 2 (1)" in shown.out
+  assert f'`--mode replay --job_log_dir {job} --step 4` shows its rows' in shown.err
   assert norm_of(step['gradients']) == pytest.approx(binary.metric_lines(job)[3]['grad_norm'], rel=1e-5)
 
 
