@@ -1,6 +1,7 @@
 """Raises the errors about wrong overrides, with the nearest names, readable types and examples."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import difflib
 import types
 import typing
@@ -9,7 +10,7 @@ from typing import Any, NoReturn, Union
 import numpy as np
 
 from spmd_tasks.config.encoding import encode_field, show
-from spmd_tasks.config.tree import UNSET, Field, fields_of, walk
+from spmd_tasks.config.tree import UNSET, Field, fields_of, is_node, walk
 from spmd_tasks.config.values import (
   LEAVES,
   NONE,
@@ -52,22 +53,50 @@ def refuse_path(root: Any, node: Any, path: Sequence[str], depth: int) -> NoRetu
   names = list(fields_of(node))
   parent = '.'.join(path[:depth])
   prefix = f'{parent}.' if parent else ''
-  full = _shorten('.'.join(path))
-  if not names and show(encode_field(node)).startswith('optax:GradientTransformation'):
+  unknown = f'unknown config path {_shorten(".".join(path))!r}'
+  close = difflib.get_close_matches(path[depth][:100], names, n=3, cutoff=0.5)
+  optimizer = _built_optimizer(node, parent) if depth else None
+  if optimizer and not difflib.get_close_matches(path[depth][:100], close, cutoff=0.75):
+    own = f"the experiment's {path[-1]}" if path[-1] in fields_of(root) else 'a field of the experiment that makes it'
     raise UserError(
-      f'unknown config path {full!r}: {parent} is a built optax optimizer, without fields: to set its arguments, write '
-      'fdl.Config(optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3).'
+      f'{unknown}: {optimizer} is a built optax optimizer, which has no fields to set: set {own}, or write '
+      'FromOptax(factory=optax.adam, learning_rate=1e-3), or in a fdl.Config(Task, ...) fdl.Config(optax.adam, '
+      'learning_rate=1e-3), in place of optax.adam(1e-3).'
     )
   if not names:
-    raise UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
-  near = [prefix + name for name in difflib.get_close_matches(path[depth][:100], names, n=3, cutoff=0.5)]
-  if not near:  # the name may exist elsewhere, such as `learning_rate` as `task.learner.learning_rate`
+    encoded = encode_field(node)
+    is_value = not isinstance(encoded, dict) or not {'symbol', 'object'} & encoded.keys()
+    remedy = f'set {parent}=... itself' if is_value else 'set a field of the experiment that makes it'
+    raise UserError(f'{unknown}: {parent} has no fields of its own; {remedy}.{_if_built(root, path)}')
+  # The name may exist below or elsewhere, such as `learning_rate` as `task.learner.optimizer.learning_rate`.
+  near = [known for known, _ in walk(node, prefix) if known.endswith(f'.{path[depth]}')][:3]
+  near = near or [prefix + name for name in close]
+  if not near:
     known = [known for known, _ in walk(root)]
     last = difflib.get_close_matches(path[-1][:100], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
   owner = parent or 'the experiment'
-  choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.'
-  raise UserError(f'unknown config path {full!r}: {owner} has no {_shorten(path[depth])!r}. {choice}')
+  choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.{_if_built(root, path)}'
+  raise UserError(f'{unknown}: {owner} has no {_shorten(path[depth])!r}. {choice}')
+
+
+def _built_optimizer(node: Any, path: str) -> str | None:
+  """Returns the path of a built optax optimizer that is `node`, at `path`, or one of its fields."""
+  for name, field in [(path, Field(value=node)), *walk(node, f'{path}.')]:
+    name = name.removesuffix('.factory')  # of the FromOptax in which a Learner wraps it
+    is_leaf = name.count('.') <= path.count('.') + 1 and not is_node(field.value)
+    if is_leaf and 'optax:GradientTransformation' in show(encode_field(field.value)):
+      return name
+  return None
+
+
+def _if_built(root: Any, path: Sequence[str]) -> str:
+  """Returns a sentence if the path is in a built part, inside which Fiddle configs are no longer configs."""
+  part = fields_of(root).get(path[0]) if len(path) > 2 else None
+  if part is None or not dataclasses.is_dataclass(part.value):
+    return ''
+  fix = f'return fdl.Config({type(part.value).__name__}, ...)'
+  return f' {path[0]}() returns a built object: to set arguments of the functions that make its fields, {fix}.'
 
 
 def describe_type(kind: Any) -> str:

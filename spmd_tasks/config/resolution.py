@@ -314,7 +314,9 @@ def _field_errors(what: str, changed: Iterable[str]) -> Iterator[None]:
   """
   try:
     yield
-  except (UserError, JobError):
+  except (UserError, JobError) as error:
+    if isinstance(error, UserError) and 'Fiddle context:' in str(error):  # a Task built the configs in its fields
+      raise _without_fiddle_context(error, str(error)) from error
     raise
   except _VALUE_ERRORS as error:
     names = sorted(changed)

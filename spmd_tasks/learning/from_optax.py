@@ -34,6 +34,7 @@ from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
 from spmd_tasks.sharding.weights import leaves_by_name
 
 _LEARNING_RATE = 'learning_rate'
+_BUILT = 'learner.optimizer'  # the name of the factory of a built optimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,11 @@ class FromOptax(Optimizer):
     if self.learning_rate is not None:
       check_learning_rate('FromOptax.learning_rate', self.learning_rate)
     rate = {} if self.learning_rate is None else {_LEARNING_RATE: self.learning_rate}
+    if self._name() == _BUILT and (rate or self.arguments):
+      raise UserError(
+        'learner.optimizer is a built optax optimizer, which has no fields to set: set a field of the experiment that '
+        'makes it, or write FromOptax(factory=optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3).'
+      )
     signature = inspect.signature(self.factory)
     try:
       signature.bind(**rate, **self.arguments)
@@ -84,7 +90,7 @@ class FromOptax(Optimizer):
     def optimizer() -> optax.GradientTransformation | optax.MultiSteps:
       return transformation
 
-    optimizer.__qualname__ = 'learner.optimizer'
+    optimizer.__qualname__ = _BUILT
     return cls(factory=optimizer, learning_rate=None)
 
   def _build(self, learning_rate: jax.Array | None) -> optax.GradientTransformationExtraArgs:

@@ -1,7 +1,9 @@
 """Overrides reach every field of an experiment with its type; wrong ones get the nearest paths and examples."""
 
 import fiddle as fdl
+from flax import linen as nn
 import jax.numpy as jnp
+import optax
 import pytest
 from small_experiments import Built, FeedForward, Incomplete, Input, Model, Optimizer, Reduction, Small, Task
 
@@ -12,6 +14,7 @@ from spmd_tasks.config.tree import check_numbers
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.layers import TokenEmbedding
+from spmd_tasks.runtime import Task as TrainedTask
 from tests import binary
 
 
@@ -114,6 +117,33 @@ BAD = [
 def test_the_error_about_a_bad_override_has_the_remedy(override, message):
   with pytest.raises(ValueError, match=message):
     resolve(Small, [override])
+
+
+class WithOptax(Small):
+  learning_rate: float = 0.01
+
+  def task(self):
+    return TrainedTask(
+      model=nn.Dense(1), loss=optax.l2_loss, learner=fdl.Config(optax.adamw, learning_rate=self.learning_rate)
+    )
+
+
+@pytest.mark.parametrize(
+  'path, message',
+  [
+    (
+      'task.learner.learning_rate',
+      r"built optax optimizer, which .*: set the experiment's learning_rate, or .*FromOptax",
+    ),
+    ('task.learner.optimizer.weight_decay', 'set a field of the experiment that makes it, or .*FromOptax'),
+    ('task.learner.optimizer.learning_rate', 'set a field of the experiment that makes it, or .*FromOptax'),
+    ('task.learner.clip_global_nrom', 'Nearest: task.learner.clip_global_norm'),
+    ('task.loss.function.alpha', r'no fields of its own; set a field .* return fdl.Config\(Task, \.\.\.\)'),
+  ],
+)
+def test_what_a_built_task_hides_from_overrides_is_set_by_a_field_of_the_experiment(path, message):
+  with pytest.raises(UserError, match=message):
+    resolve(WithOptax, [f'{path}=0.1'])
 
 
 def test_a_part_that_refuses_its_fields_is_named_by_path():
