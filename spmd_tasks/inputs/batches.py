@@ -285,7 +285,7 @@ class BatchesIterator(base.InputIterator):
 
   def get_state(self) -> base.State:
     state = {'kind': 'batches', 'num_passes': self._num_passes, 'num_read': self._num_read, 'digest': self._digest}
-    state['num_left'] = self._num_left  # rows of the last batch
+    state |= {'num_left': self._num_left, 'batch_size': self._batches.batch_size}  # rows that the last batch has left
     return state if self._before is None else state | {'before': self._before}
 
   def set_state(self, state: base.State) -> None:
@@ -302,9 +302,16 @@ class BatchesIterator(base.InputIterator):
         self._last = checked
         return
       self.close()
+    size, saved = self._batches.batch_size, state.get('batch_size')
+    remedy = 'restore the data, and seed every shuffle and random generator'
+    if saved not in (None, size):
+      ramp = f', and join them in a BatchRamp(source=..., sizes=((0, {size}),)) (docs/inputs.md)'
+      remedy = (
+        f'its batches had {saved} rows, and have {size}. Give batches of {saved} rows{ramp * (size % saved == 0)}'
+      )
     raise UserError(
-      f'batch {self._num_read} of {self._batches.name} has changed since the job was saved: restore the data, and seed '
-      'every shuffle and random generator, or start in another job_log_dir.'
+      f'batch {self._num_read} of {self._batches.name} has changed since the job was saved: {remedy}, or start in '
+      'another job_log_dir.'
     )
 
   def _streams_before_last(self) -> Iterator[Iterator[Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import as_input
+from spmd_tasks.inputs import BatchRamp, as_input
 from spmd_tasks.runtime.input_layout import make_input_layout
 from tests.inputs.batches import assert_same
 
@@ -247,6 +247,24 @@ def test_changed_data_are_refused():
   take(iterator, 3)
   with pytest.raises(ValueError, match=r'batch 3 of train_input has changed.*seed'):
     data.make_iterator().set_state(iterator.get_state())
+
+
+def test_another_batch_size_is_told_from_changed_data():
+  rows = np.arange(24)
+  data = {
+    size: as_input('train_input', [{'row': part} for part in rows.reshape(-1, size)], repeats=True) for size in (4, 8)
+  }
+  iterators = {size: source.make_iterator() for size, source in data.items()}
+  for iterator in iterators.values():
+    next(iterator)
+  small, large = (iterators[size].get_state() for size in (4, 8))
+  with pytest.raises(ValueError, match=r'had 4 rows, and have 8\. Give .* 4 rows, and join them in a BatchRamp.*0, 8'):
+    data[8].make_iterator().set_state(small)
+  with pytest.raises(ValueError, match=r'had 8 rows, and have 4\. Give batches of 8 rows, or start in another'):
+    data[4].make_iterator().set_state(large)
+  ramp = BatchRamp(source=data[4], sizes=((0, 8),)).make_iterator()  # as the first message says
+  ramp.set_state(small)
+  assert sorted(next(ramp)['row']) == list(range(4, 12))
 
 
 @pytest.mark.parametrize(
