@@ -2,7 +2,8 @@
 
 `streamed` turns an update rule into one whose state stays on the host. A loop over the layers of all stacks copies the
 state of one layer to the device (of each stage of a pipeline, one layer), updates it there, and writes it back to its
-place on the host. Weights without a stack follow, a few at a time.
+place on the host. Weights without a stack follow, a few at a time, each group in a loop of its own, of one step: what
+is not in a loop XLA copies to the device as early as it likes.
 
 The rule is traced once, on the whole tree, with stacks as short as one step of the loop. What a group of weights needs
 of this program is found by dead code elimination. So any optimizer will do whose update of a weight reads no other
@@ -42,6 +43,15 @@ def host_state_specs(abstract_state: Any, weight_specs: Any) -> Any:
     optimizer_specs.state_weight_specs(abstract_state, weight_specs),
     optimizer_specs.weight_indices(abstract_state, weight_specs),
   )
+
+
+def sharded_first(grads: Any, weight_specs: Any) -> Any:
+  """Returns gradients of which each device has its shard before anything reads them.
+
+  Otherwise XLA, where it sums a gradient over all devices, slices the sum for the norm and again for the update, until
+  which the whole sum stays in memory.
+  """
+  return jax.tree.map(lambda x, spec: jax.lax.optimization_barrier(_constrain(x, spec)), grads, weight_specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +287,7 @@ def streamed(rule_of: _RuleOf, optimizer: Optimizer, weight_specs: Any) -> Skipp
       stored = {name: arrays[name] for name in (*names['weight'], *names['state'])}
       # One group after the other.
       fixed, stored, _ = jax.lax.optimization_barrier((fixed, stored, [*new.values()][-1:]))
-      new |= _update_group(layout, program, group, fixed | shared, stored)
+      new |= _update_group(layout, program, group, fixed | shared, stored, arguments['is_finite'])
     unflatten = lambda kind: jax.tree.unflatten(
       jax.tree.structure(trees[kind]), [new[name] for name in arrays if name[0] == kind]
     )
@@ -287,7 +297,12 @@ def streamed(rule_of: _RuleOf, optimizer: Optimizer, weight_specs: Any) -> Skipp
 
 
 def _update_group(
-  layout: _Layout, program: _Program, group: Sequence[int], fixed: Mapping[_Name, Any], stored: dict[_Name, Any]
+  layout: _Layout,
+  program: _Program,
+  group: Sequence[int],
+  fixed: Mapping[_Name, Any],
+  stored: dict[_Name, Any],
+  is_finite: jax.Array,
 ) -> dict[_Name, Any]:
   """Returns the new weights and states of a group.
 
@@ -300,6 +315,7 @@ def _update_group(
     group: indices of weights.
     fixed: the gradients, and what belongs to no weight.
     stored: the weights, and their state on the host.
+    is_finite: bool scalar; a step that is not leaves weights and states as they are.
   """
   update = program.part(group)
 
@@ -316,7 +332,9 @@ def _update_group(
 
   num_steps = layout.slices[group[0]].num_steps
   if num_steps == 1:
-    return put(stored, compute(stored, None), None)
+    # A loop, whose length is known when all gradients are: XLA copies nothing to the device before it begins.
+    count = is_finite.astype(jnp.int32)
+    return jax.lax.fori_loop(0, count, lambda _, stored: put(stored, compute(stored, None), None), stored)
   for weight in group:
     program.part([weight])  # raises an error: a step has all weights of the group, but not all of their layers
 

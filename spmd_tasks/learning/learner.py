@@ -22,7 +22,7 @@ from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evalu
 from spmd_tasks.learning.expert_weights import scale_expert_grads, update_balance_biases
 from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
-from spmd_tasks.learning.host_state import host_state_specs, streamed
+from spmd_tasks.learning.host_state import host_state_specs, sharded_first, streamed
 from spmd_tasks.learning.optimizers import Optimizer, OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, skippable
 from spmd_tasks.learning.spikes import RecentSteps
@@ -304,6 +304,8 @@ class Learner(BaseLearner):
         jax.eval_shape(transformation.init, float32_weights),
       )
     optimized_grads = jax.tree.map(lambda g, unread: jnp.zeros_like(g) if unread else g, optimized_grads, is_unread)
+    if self.state_on_host:
+      optimized_grads = sharded_first(optimized_grads, optimized_specs)
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and NaN propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
