@@ -13,6 +13,7 @@ Lists become tuples and dicts FrozenDicts. Experiment is a subclass (experiment.
 
 from collections.abc import Container, Mapping
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -62,10 +63,14 @@ class FrozenFields:
   # Removed fields, and what to do instead. A class or override that sets one is refused, a saved value is ignored. A
   # subclass may declare a field of the same name.
   _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
+  # Refused when an object is made, and not with the class, because a module's other classes can be used.
+  _mistake: ClassVar[str] = ''
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
   _constructor_fields: ClassVar[frozenset[str]]  # of an object: the fields that were passed to its constructor
 
   def __new__(cls, *args: Any, **kwargs: Any):
+    if cls._mistake:
+      raise UserError(cls._mistake)
     self = super().__new__(cls)
     object.__setattr__(self, '_constructor_fields', frozenset(kwargs))
     return self
@@ -121,9 +126,11 @@ class FrozenFields:
         if name not in annotations:
           annotations[name] = _field_type(cls, name)
       elif name not in annotations and _is_plain_value(name, value):
-        raise UserError(
+        near = difflib.get_close_matches(name, inherited, n=1, cutoff=0.8)
+        cls._mistake = (
           f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, which --set needs: annotate it, '
-          f'`{name}: {"int | None" if value is None else type(value).__name__} = {value!r}`.'
+          f'`{name}: {"int | None" if value is None else type(value).__name__} = {value!r}`'
+          f'{f", or did you mean {near[0]}?" if near else "."}'
         )
       if name in annotations:
         setattr(cls, name, freeze(value))

@@ -88,14 +88,22 @@ def test_a_field_without_a_value_must_be_given():
   assert Required(width=3).width == 3
 
 
-def define_new_attribute():
+def use_new_attribute():
   class Wrong(Base):
     num_layer = 3
 
+  class Variation(Wrong):  # refused as well, but other classes of the module can be used
+    num_layers = 4
 
-def define_new_none():
+  assert Base().num_layers != 4
+  Variation()
+
+
+def use_new_none():
   class Wrong(Base):
-    num_layer = None
+    width = None
+
+  Wrong()
 
 
 def define_field_as_property():
@@ -123,8 +131,8 @@ def define_property_as_field():
 @pytest.mark.parametrize(
   'define, message',
   [
-    (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
-    (define_new_none, r'annotate it, `num_layer: int \| None = None`'),
+    (use_new_attribute, 'num_layer = 3 is a new attribute .*, `num_layer: int = 3`, or did you mean num_layers\\?$'),
+    (use_new_none, r'annotate it, `width: int \| None = None`\.$'),
     (define_field_as_property, 'num_layers overrides a field with a property: give it a value'),
     (define_method_as_field, r'Base\.task is a method: define `def task\(self\)`'),
     (define_property_as_field, 'width overrides a property: give it a default'),
