@@ -204,7 +204,7 @@ def test_the_binary_prints_nothing_but_the_sentence(tmp_path):
   assert ended.stdout == ''
   assert ended.stderr.startswith(SENTENCE)
   assert ended.stderr.count('\n') == 1
-  assert 'needs 1 devices but there are 2' in ended.stderr
+  assert 'needs 1 device but there are 2' in ended.stderr
   assert not (tmp_path / 'job').exists()
 
 

@@ -69,16 +69,21 @@ class MeshSpec:
     if num_needed != num_devices:
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)
-      nearest = nearest_shapes(ici, max(1, num_devices // num_slices))
+      shapes = nearest_shapes(ici, max(1, num_devices // num_slices))
+      rest = self.axis_names.index('data') if 'data' in self.axis_names else 0
+      if -1 not in self.ici_mesh_shape and num_devices % (num_needed // ici[rest]) == 0:
+        shapes.append((*ici[:rest], -1, *ici[rest + 1 :]))
       remedy = (
         f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}, such as '
-        f'{" or ".join(",".join(map(str, shape)) for shape in nearest)}'
+        f'{" or ".join(",".join(map(str, shape)) for shape in shapes)}'
+        f'{" (-1 takes all remaining devices)" if -1 in shapes[-1] else ""}'
       )
       if num_devices % num_slices:
         remedy = f'{num_slices} slices do not divide them, so set --dcn_mesh_shape to sizes whose product does'
       raise UserError(
-        f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {num_needed} devices but there are {num_devices}: '
-        f'{remedy}, or on a CPU pass --num_fake_devices {num_needed}.'
+        f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {num_needed} device{"s" * (num_needed != 1)} but there '
+        f'{"is" if num_devices == 1 else "are"} {num_devices}: {remedy}, or on a CPU pass --num_fake_devices '
+        f'{num_needed}.'
       )
     return ici, dcn
 

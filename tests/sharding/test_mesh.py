@@ -94,6 +94,7 @@ def test_a_size_of_minus_one_takes_the_remaining_devices(ici, dcn, num_devices, 
 @pytest.mark.parametrize(
   'ici, dcn, num_devices, words',
   [
+    ((1, 1, 1), None, 8, ['needs 1 device but there are 8', 'or 1,-1,1 (-1 takes all remaining devices), or on a CPU']),
     ((1, 2, 2), None, 8, ['(1, 2, 2)', 'needs 4', 'there are 8', '--ici_mesh_shape', '3 sizes', 'product is 8',
                           '--num_fake_devices 4']),
     ((1, 4, 1), (1, 4, 1), 8, ['dcn_mesh_shape (1, 4, 1)', 'needs 16', 'product is 2']),
