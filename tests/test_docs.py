@@ -36,9 +36,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs' / 'benchmarks').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
-# They run with --all, and other tests have what they show: `decoding` compiles fifteen programs, and three processes of
-# `inputs` import TensorFlow or SeqIO.
-LONG = {'decoding', 'inputs'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json', 'nginx'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
@@ -146,10 +143,7 @@ def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-  'path',
-  [pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in LONG else ()) for path in GUIDES],
-)
+@pytest.mark.parametrize('path', GUIDES, ids=[path.stem for path in GUIDES])
 def test_the_code_of_the_docs_runs(path, tmp_path, environment):
   if path.stem == 'extending':  # entry points are read by a new process
     environment = environment_with(INSTALLED)
