@@ -324,6 +324,8 @@ class Job:
     """Raises a UserError if the task or an input lacks a method."""
     _check_methods('task', self.task, ('train_step', 'init_variables'), 'return a Task, or the fdl.Config of one')
     for path, source in self.inputs().items():
+      if isinstance(source, Mapping):
+        raise UserError(f'{path} is a {type(source).__name__}, a single batch: return a list of batches, [batch].')
       _check_methods(path, source, ('element_spec', 'make_iterator', 'reshard_states'))
 
   def inputs(self) -> dict[str, Input]:

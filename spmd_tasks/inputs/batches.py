@@ -226,16 +226,14 @@ class BatchesIterator(base.InputIterator):
     return parts[0] if len(parts) == 1 else self._joined(parts)
 
   def _joined(self, parts: Sequence[base.Batch]) -> base.Batch:
-    """Concatenates rows of several batches. Raises a UserError if the shapes of rows, or scalars, differ."""
+    """Concatenates rows of several batches. Raises a UserError if entries without rows differ."""
     for name, first in parts[0].items():
-      for part in parts[1:]:
-        if part[name].shape[1:] != first.shape[1:] or not (first.ndim or np.array_equal(part[name], first)):
-          values = [[*part[name].shape[1:]] if first.ndim else part[name].item() for part in parts]
-          raise UserError(
-            f'{name!r} in batches of {self._batches.name} has {"rows of shapes" if first.ndim else "the values"} '
-            f'{values}, which cannot be regrouped into batches of {self._num_rows} rows: use one '
-            f'{"shape" if first.ndim else "value"}, or {self._num_rows} rows in each batch.'
-          )
+      values = [part[name].item() for part in parts if not first.ndim]
+      if len({*values}) > 1:
+        raise UserError(
+          f'{name!r} in batches of {self._batches.name} has the values {values}, which cannot be regrouped into '
+          f'batches of {self._num_rows} rows: use one value, or {self._num_rows} rows in each batch.'
+        )
     return {name: np.concatenate([part[name] for part in parts]) if x.ndim else x for name, x in parts[0].items()}
 
   def _next_batch(self) -> base.Batch:
@@ -261,8 +259,22 @@ class BatchesIterator(base.InputIterator):
       batch = self._batches.checked(value)
       if _num_rows(batch) == 0:
         continue
+      if self._batches.repeats:
+        self._check_rows(batch)
       self._before, self._digest = before, digest(batch)
       return batch
+
+  def _check_rows(self, batch: base.Batch) -> None:
+    """Raises a UserError if rows of a batch have other shapes or dtypes than those of the first batch."""
+    for name, first in self._batches.element_spec().items():
+      rows = batch[name]
+      is_same_kind = np.can_cast(rows.dtype, first.dtype, 'same_kind') or rows.dtype == first.dtype
+      if (bool(rows.ndim), rows.shape[1:]) != (bool(first.shape), first.shape[1:]) or not is_same_kind:
+        dtypes = '' if is_same_kind else f', dtype {rows.dtype} and not {first.dtype}'
+        raise UserError(
+          f'batch {self._num_read} of {self._batches.name} has {name!r} {list(rows.shape)}, the first one '
+          f'{list(first.shape)}{dtypes}: use the same dims, except for the number of rows, and the same kind of dtype.'
+        )
 
   def _open(self, num_skipped: int = 0) -> Iterator[Any]:
     """Returns a stream of this epoch after its first `num_skipped` batches."""

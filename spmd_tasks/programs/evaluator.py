@@ -55,7 +55,7 @@ class Evaluator:
 
     With `keeps_examples`, `examples` has the loss's per-example outputs of each evaluated set.
     """
-    self._inputs = job.eval_inputs
+    self._inputs, self._train_spec = job.eval_inputs, model.input_layout.spec
     self.names = list(self._inputs)  # of the eval sets
     self._job_log_dir = job_log_dir
     self._trackers = job.experiment.trackers
@@ -89,7 +89,8 @@ class Evaluator:
     Raises a UserError if `needs_examples` and the loss returns no per-example outputs.
     """
     for name, step in self._steps.items():
-      outputs = step.compile().out_info.get('outputs')
+      with self._shapes_in_errors(name, step):
+        outputs = step.compile().out_info.get('outputs')
       if needs_examples and (outputs is None or not outputs.per_example):
         raise UserError(
           f'--write_examples has nothing to write of eval set {name!r}, because the loss returns no per-example '
@@ -179,7 +180,8 @@ class Evaluator:
           )
           break
         num_launched += 1
-        launched = eval_step.with_variables(variables, batch, np.int32(step))
+        with self._shapes_in_errors(name, eval_step):
+          launched = eval_step.with_variables(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched
@@ -208,6 +210,26 @@ class Evaluator:
     except PreemptedError:
       return None
     return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
+
+  @contextlib.contextmanager
+  def _shapes_in_errors(self, name: str, step: EvaluationStep) -> Iterator[None]:
+    """Adds to an error, such as one of the model, which arrays of a set have other shapes than in training."""
+    try:
+      yield
+    except Exception as error:
+      train = self._train_spec
+      other = [
+        f'{key!r} {list(own.shape)}, train_input {list(train[key].shape)}'
+        for key, own in step.layout.spec.items()
+        if key in train and own.shape[1:] != train[key].shape[1:]
+      ]
+      if not other:
+        raise
+      shapes = f'eval_inputs.{name} has {"; ".join(other)} (make their rows alike, unless the model takes both)'
+      if isinstance(error, UserError):
+        raise UserError(f'{shapes}; {error}') from error
+      error.add_note(shapes)
+      raise
 
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[EvaluationStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""

@@ -12,6 +12,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.evaluator import Evaluator
 from tests import binary
 from tests.programs.plain_experiment import Shapes, batches
 
@@ -54,7 +55,7 @@ def test_the_largest_dim_of_a_plain_kernel_is_split_as_the_experiment_says(name,
 def test_fields_of_built_objects_can_be_set():
   job = resolve(NAME, ['task.learner.clip_global_norm=0.5', 'task.eval_with_ema=true', 'task.learner.ema_decay=0.9'])
   assert job.build().task.learner.clip_global_norm == 0.5
-  with pytest.raises(ValueError, match='pass a factory that takes learning_rate'):
+  with pytest.raises(ValueError, match='write FromOptax'):
     resolve(NAME, ['task.learner.optimizer.learning_rate=0.1']).build()
 
 
@@ -103,3 +104,26 @@ class TakesX(Shapes):
 def test_an_argument_that_is_no_entry_is_named_beside_the_entries():
   with pytest.raises(UserError, match=r'Unnamed\(x\), .* whole batch because no entry \(image, label\) is named x'):
     partition_job(resolve(f'{__name__}.TakesX', []).build())
+
+
+class OtherWidth(Shapes):
+  def eval_inputs(self):
+    return {'narrow': [{'image': np.zeros((4, 9)), 'label': np.zeros(4, int)}]}
+
+
+class OneBatch(Shapes):
+  def train_input(self):
+    return next(batches(0))
+
+
+def test_an_eval_set_of_another_width_is_named_if_the_model_fails(tmp_path):
+  job = resolve(OtherWidth).build()
+  evaluator = Evaluator(job, partition_job(job), tmp_path)
+  words = r"eval_inputs.narrow has 'image' \[4, 9\], train_input \[60, 10, 10, 1\].*ScopeParamShapeError"
+  with pytest.raises(UserError, match=words):
+    evaluator.compile()
+
+
+def test_a_single_batch_is_refused():
+  with pytest.raises(UserError, match=r'train_input is a dict, a single batch: return a list of batches, \[batch\]'):
+    partition_job(resolve(OneBatch).build())
