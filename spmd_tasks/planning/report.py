@@ -56,8 +56,10 @@ def format_plan(plan: Json) -> str:
   lines += _section('assumed', [(line,) for line in plan['assumptions']])
   seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
   versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
-  how = 'compiled' if plan['compiler'] else 'estimated'
-  return '\n'.join([*lines, '', f'{how} in {seconds:.0f} s by {versions}', ''])
+  took = f'{"compiled" if plan["compiler"] else "estimated"} in {duration(seconds)}'
+  if found := plan.get('search'):
+    took += f', and {found["num_plans"]} plans of --search in {duration(found["seconds"])},'
+  return '\n'.join([*lines, '', f'{took} by {versions}', ''])
 
 
 def plan_page(plan: Json) -> str:

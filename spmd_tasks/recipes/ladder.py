@@ -83,7 +83,8 @@ class Ladder(DenseLanguageModel):
     choose('learning_rate', self.base_rate, f'of width {self.base_width} and {self.base_depth} layers, by muP')
     choose('mup_base_width', self.base_width, 'the width of the learning rate')
     choose('mup_base_depth', self.base_depth, 'the layers of the learning rate')
-    choose('ici_mesh_shape', Ladder.ici_mesh_shape, 'all devices on `data`; --mode plan --search finds a faster one')
+    reason = 'all devices on `data`; --mode plan --search --target CHIPS finds a faster one'
+    choose('ici_mesh_shape', Ladder.ici_mesh_shape, reason)
     object.__setattr__(self, 'chosen_by_depth', tuple(reasons))
     super().__post_init__()
 

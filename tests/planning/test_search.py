@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.main import run
-from spmd_tasks.planning import make_plan, parse_target
+from spmd_tasks.planning import format_plan, make_plan, parse_target
 from spmd_tasks.planning import search as search_module
 from spmd_tasks.planning.search import search
 
@@ -76,6 +77,8 @@ def test_a_row_is_what_a_plan_with_its_flags_says(monkeypatch):
   assert {name: planned[name] for name in ('predicted_step_s', 'peak_bytes', 'fits', 'mesh')}.items() <= row.items()
   assert found['num_plans'] + len(found['refused']) == 3
   json.dumps(found)
+  printed = format_plan(planned | {'search': found | {'seconds': 71.2}})
+  assert re.search(r'\nestimated in [\d.]+ (ms|s), and 3 plans of --search in 71.2 s, by jax ', printed)
 
 
 def test_axes_that_split_nothing_get_no_devices(monkeypatch):
