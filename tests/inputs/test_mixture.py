@@ -24,6 +24,7 @@ from spmd_tasks.inputs import (
   Parquet,
   SyntheticText,
   TextInput,
+  as_input,
   base,
 )
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
@@ -270,10 +271,18 @@ def test_numbers_beyond_the_dtype_of_the_spec_are_not_truncated():
 
 
 def test_rows_of_another_size_are_refused():
-  ragged = Mixture(sources={'a': [{'x': np.ones((4, 3))}, {'x': np.ones((4, 1))}]}, weights={'a': 1}).make_iterator()
-  next(ragged)
-  with pytest.raises(ValueError, match=r"source 'a' of the mixture .* \[1\] in 'x', .* \[3\]: give all rows one shape"):
+  data = [{'x': np.ones((4, 3))}, {'x': np.ones((4, 1))}]
+  for source, message in (
+    (
+      as_input('a', data, repeats=False),
+      r"source 'a' of the mixture .* \[1\] in 'x', .* \[3\]: give all rows one shape",
+    ),
+    (data, r"batch 2 of source 'a' has 'x' \[4, 1\], the first one \[4, 3\]"),
+  ):
+    ragged = Mixture(sources={'a': source}, weights={'a': 1}).make_iterator()
     next(ragged)
+    with pytest.raises(ValueError, match=message):
+      next(ragged)
 
 
 SOURCES = {'a': synthetic(), 'b': synthetic(seed=1)}
