@@ -122,7 +122,7 @@ def test_the_error_about_a_typo_in_a_module_has_the_nearest_names(directory, nam
     ('import no_such_package_of_mine\n', r"No module named 'no_such_package_of_mine' \(.*broken_\d.py:1\)"),
     ('x = = 1\n', r'fails with SyntaxError: .*broken_\d.py:1'),
     (EXPERIMENT.replace('"""My own.', '"""').replace('With a second paragraph.', ''), r'has no docstring'),
-    (EXPERIMENT.replace('def task', 'layers = 3\n  def task'), r'annotate it, `layers: int = 3`.*broken_\d.py:6'),
+    (EXPERIMENT.replace('def task', 'hooks: int = 3\n  def task'), r'define `def hooks\(self\)`.*broken_\d.py:6'),
   ],
 )
 def test_a_bug_in_a_module_is_reported_with_its_line(directory, source, message, request):
