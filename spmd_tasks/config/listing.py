@@ -60,11 +60,15 @@ def _source_of(module: str) -> Path | None:
 
 def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) -> str:
   """Returns the error for an unknown name, with the nearest names: `near`, or else among `registered` and the list."""
-  name = name[:_MAX_NAME_CHARS]
-  module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
-  is_file = module != name and module[:1] != '.' and module.isprintable()
-  if is_file or os.path.isfile(f'{name}.py'):  # the path of a file, or a module without a class
-    near = [f'{module}.CLASS' if name.endswith('.py') or '.' not in module else module]
+  path = name.removeprefix(f'{os.getcwd()}/')
+  directory, path = os.path.split(path) if path.startswith('/') and '.py' in path else ('', path)
+  name, path = name[:_MAX_NAME_CHARS], path[:_MAX_NAME_CHARS]
+  module = path.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
+  is_file = module != path and module[:1] != '.' and module.isprintable()
+  lacks_class = path.endswith('.py') or os.path.isfile(f'{path}.py')
+  if is_file or lacks_class:  # the path of a file, or a module without a class
+    near = [f'{module}.CLASS' if lacks_class else module]
+    near = [f'{near[0]} with --experiment_path {directory}'] if directory else near
   near = [*near] or _nearest(name, sorted({listed for listed, _ in list_experiments()} | set(registered)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
   return (

@@ -40,7 +40,8 @@ def read_saved_config(path: epath.PathLike) -> SavedConfig:
   try:
     saved = json.loads(read_text(absolute_path(path)))
   except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f'config {path} cannot be read: {error}. Give the config.json of a job_log_dir.') from error
+    reason = getattr(error, 'strerror', None) or error  # without the path
+    raise UserError(f'config {path} cannot be read: {reason}. Give the config.json of a job_log_dir.') from error
   try:
     return SavedConfig(saved, path)
   except UserError as error:

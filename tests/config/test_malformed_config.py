@@ -11,6 +11,7 @@ from small_experiments import Small
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError, user_error_code
 from tests import binary
 
@@ -36,6 +37,12 @@ SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}
 def test_other_json_is_refused(saved):
   with pytest.raises(ValueError, match='not a saved config'):
     from_json(saved)
+
+
+def test_the_error_about_a_missing_file_has_its_path_once():
+  message = 'config /no/config.json cannot be read: No such file or directory. Give the config.json of a job_log_dir.'
+  with pytest.raises(UserError, match=f'^{message}$'):
+    read_saved_config('/no/config.json')
 
 
 @pytest.mark.parametrize(

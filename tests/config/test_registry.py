@@ -105,6 +105,9 @@ def test_a_name_of_a_million_characters_is_refused_quickly(name):
     ('spmd_task.recipes.DenseLanguageModel', 'spmd_tasks.recipes.DenseLanguageModel. '),
     ('own_package.depeer.Mine', 'own_package.deeper.Mine. '),
     ('own_package.deeper', 'own_package.deeper.Mine. '),
+    ('HERE/own_package/deeper.py', 'own_package.deeper.CLASS. '),
+    ('HERE/own_package/deeper.py:Mine', 'own_package.deeper.Mine. '),
+    ('/elsewhere/deeper.py', 'deeper.CLASS with --experiment_path /elsewhere. '),
   ],
 )
 def test_the_error_about_a_typo_in_a_module_has_the_nearest_names(directory, name, nearest):
@@ -112,7 +115,7 @@ def test_the_error_about_a_typo_in_a_module_has_the_nearest_names(directory, nam
   (directory / 'own_package' / '__init__.py').write_text('')
   (directory / 'own_package' / 'deeper.py').write_text(EXPERIMENT)
   with pytest.raises(registry.UnknownExperimentError, match=rf'Nearest: .*{nearest}'):
-    registry.get(name)
+    registry.get(name.replace('HERE', str(Path.cwd())))
 
 
 @pytest.mark.parametrize(
