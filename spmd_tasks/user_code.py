@@ -25,8 +25,11 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) 
   is_key = isinstance(error, KeyError) or "'dict' object" in message
   listed = f'; the batch is a dict of {sorted(keys)}' if is_key and keys else ''
   place = place_of_error(error) if frames else _place_of_definition(part)
+  name = type(error).__name__
+  is_traced = type(error).__module__ == 'jax.errors' and name.startswith(('Concretization', 'NonConcrete', 'Tracer'))
+  rule = ', which runs inside jax.jit: use jnp, and no float(), if or numpy on its arrays' if is_traced else ''
   return (
-    f'{what} fails with {type(error).__name__}: {message}{listed}{place and f" ({place})"}: correct that code; '
+    f'{what} fails with {name}: {message}{listed}{place and f" ({place})"}: correct that code{rule}; '
     'JAX_TRACEBACK_FILTERING=off shows the traceback.'
   )
 

@@ -31,6 +31,7 @@ LOSSES = {
   'metric_per_row': lambda p, b: (mean_of(p, b), {'error': p[:, 0]}),
   'metric_by_number': lambda p, b: (mean_of(p, b), {'mean': jnp.mean(p), 1: jnp.max(p)}),
   'wrong_key': lambda p, b: jnp.mean(b['labels']),
+  'float': lambda p, b: (mean_of(p, b), {'mean': float(jnp.mean(p))}),
   'library': optax.softmax_cross_entropy_with_integer_labels,
 }
 

@@ -23,6 +23,10 @@ MISTAKES = [
   ('loss=metric_per_row', ["the metric 'error' as float32[8]", 'jnp.mean']),
   ('loss=metric_by_number', ["the metrics {'mean': float32[], 1: float32[]}", 'a dict by name, a string, without']),
   ('loss=wrong_key', ["KeyError: 'labels'", "['row_weights', 'x', 'y']", HERE]),
+  (
+    'loss=float',
+    ['ConcretizationTypeError', HERE, 'correct that code, which runs inside jax.jit: use jnp, and no float()'],
+  ),
   ('loss=library', ['softmax_cross_entropy_with_integer_labels(predictions, batch) fails']),
   ('model=NoCompact', ['NoCompact(batch) fails with AssignSubModuleError', '@compact', HERE]),
   ('model=TakesArray', ["'dict' object has no attribute 'reshape'", '(row_weights, x, y)', HERE]),
