@@ -1,6 +1,7 @@
 """A researcher's file of 25 lines trains, evaluates, resumes bit for bit, is sharded and padded."""
 
 import dataclasses
+import io
 from pathlib import Path
 
 import fiddle as fdl
@@ -13,6 +14,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.evaluator import Evaluator
+from spmd_tasks.programs.preview import preview
 from tests import binary
 from tests.programs.plain_experiment import Shapes, batches
 
@@ -127,3 +129,22 @@ def test_an_eval_set_of_another_width_is_named_if_the_model_fails(tmp_path):
 def test_a_single_batch_is_refused():
   with pytest.raises(UserError, match=r'train_input is a dict, a single batch: return a list of batches, \[batch\]'):
     partition_job(resolve(OneBatch).build())
+
+
+class NotFinite(Shapes):
+  def train_input(self):
+    return [{'image': np.array([[0.5] * 9, [1.0] * 8 + [np.nan]]), 'label': np.array([3, 1]), 'scale': np.float64(2)}]
+
+
+def test_a_preview_of_arrays_shows_their_ranges_and_first_values():
+  out = io.StringIO()
+  assert preview(resolve(NotFinite).build(), 3, out) == exit_codes.OK
+  assert out.getvalue() == (
+    'the arrays of the first batch:\n'
+    'image  float32[2, 9]  min 0.5  mean 0.73529  max 1  1 not finite\n'
+    'label  int32[2]  min 1  mean 2  max 3\n'
+    'scale  float32[]  min 2  mean 2  max 2\n'
+    '--- 1: row 0\nimage  0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...\nlabel  3\n'
+    '--- 2: row 1\nimage  1, 1, 1, 1, 1, 1, 1, 1, ...\nlabel  1\n'
+    '--- 3: row 0\nimage  0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...\nlabel  3\n'
+  )
