@@ -95,4 +95,5 @@ def test_finite_spikes_are_the_same_after_a_restart(tmp_path, capfd):
     assert binary.column(parts, name) == binary.column(whole, name)
   num_skipped = list(binary.column(whole, 'num_skipped_steps').values())
   assert 0 < num_skipped[7] < num_skipped[-1]
-  assert shown.count(', a spike; weights and optimizer are unchanged. `--mode replay --step') == num_skipped[-1]
+  message = f', a spike; weights and optimizer are unchanged. `--mode replay --job_log_dir {whole} --step'
+  assert shown.count(message) == num_skipped[-1]
