@@ -112,13 +112,16 @@ def used_by(path: Path) -> frozenset[Path]:
 def reached_from(changed: Collection[Path]) -> set[Path]:
   """Returns the Python files that use one of the changed files, directly or by way of others.
 
-  A file that is not Python's is used by the files that have its name, or else the name of its folder, in them. What
-  tests/conftest.py imports is not followed, as it would reach every test.
+  A file that is not Python's is used by the files that have its name, or else the name of its folder, in them; a page
+  of the docs also by those that read its folder. What tests/conftest.py imports is not followed: it would reach all.
   """
   reached = {path for path in changed if path.suffix == '.py'}
   for path in set(changed) - reached:
     by_name = {file for file in MODULES.values() if path.name in text_of(file)}
-    reached |= by_name or {file for file in MODULES.values() if path.parent.name in text_of(file)}
+    folder = f"'{path.parent.name}'" if path.suffix == '.md' else path.parent.name
+    if path.suffix == '.md' or not by_name:
+      by_name |= {file for file in MODULES.values() if folder in text_of(file)}
+    reached |= by_name
   users = collections.defaultdict(set)
   for file in MODULES.values():
     for used in used_by(file) if file != ROOT / 'tests' / 'conftest.py' else ():
