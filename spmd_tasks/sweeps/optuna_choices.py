@@ -85,9 +85,9 @@ class ByOptuna:
         study.tell(number, value)
     if any(trial.value is not None for trial in study.get_trials(deepcopy=False)):
       best = study.best_trial
-      settings = ' '.join(make_job('trial', best.params).overrides)
+      chosen = ' '.join(make_job('trial', best.params).overrides)
       print(
-        f'spmd-tasks: trial_{best.number:04d} is the best: {self.metric} = {best.value:.4g} with {settings}',
+        f'spmd-tasks: trial_{best.number:04d} is the best: {self.metric} = {best.value:.4g} with {chosen}',
         file=sys.stderr,
       )
 
