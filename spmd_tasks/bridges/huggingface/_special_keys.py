@@ -474,7 +474,8 @@ class GraniteLayers:
     return {}
 
   def write(self, decoder: Decoder) -> Values:
-    return {'layer_types': ['attention'] * decoder.num_layers}
+    unused = {'mamba_n_heads': 1, 'mamba_d_head': 'auto'}  # transformers checks them without such layers too
+    return {'layer_types': ['attention'] * decoder.num_layers, **unused}
 
 
 class Granite4Rope:
