@@ -82,10 +82,11 @@ def _current() -> tuple[str, float] | None:
 
 def say(text: str) -> None:
   """Prints one line, unless SPMD_TASKS_QUIET is set."""
-  if not is_silent():
-    global _last_s
-    _last_s = time.monotonic()
-    print_line(text)
+  global _last_s
+  if is_silent():
+    return
+  _last_s = time.monotonic()
+  print_line(text)
 
 
 def print_line(text: str) -> None:

@@ -6,7 +6,8 @@
     state, first = steps.prefill(variables, state, steps.prefill.make_batch(chunks))
     state, outputs = steps.step(variables, state, steps.step.make_inputs(keep))
 
-Nothing is compiled after `compile()`, whatever the requests.
+Nothing is compiled after `compile()`, whatever the requests; after `compile(num_texts=..., longest=...)`, for requests
+within these limits.
 """
 
 from typing import Any

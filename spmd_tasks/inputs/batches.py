@@ -265,7 +265,7 @@ class BatchesIterator(base.InputIterator):
       return batch
 
   def _check_rows(self, batch: base.Batch) -> None:
-    """Raises a UserError if rows of a batch have other shapes or dtypes than those of the first batch."""
+    """Raises a UserError if rows of a batch differ in shape or dtype from the rows of the first batch."""
     for name, first in self._batches.element_spec().items():
       rows = batch[name]
       is_same_kind = np.can_cast(rows.dtype, first.dtype, 'same_kind') or rows.dtype == first.dtype

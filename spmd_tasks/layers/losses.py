@@ -37,7 +37,7 @@ class LossOutput(struct.PyTreeNode):
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar, or [E].
     per_example: name -> [B, ...], one value per row.
     summaries: name -> an array of any shape: TensorBoard shows a histogram, a scalar is written like a metric. Or an
-      Image, a Histogram or a Table (runtime/media.py); with microbatches, that of the first one whose weight is not 0.
+      Image, a Histogram or a Table (runtime/media.py), from the first microbatch with a nonzero weight.
     updated_variables: the model's variables beside its weights after a train step, by collection.
   """
 

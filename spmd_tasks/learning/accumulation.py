@@ -170,9 +170,9 @@ def accumulate_gradients(
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss, metrics and `per_example` are
     the full batch's in both modes. Scalar summaries are averaged over microbatches, and other arrays are stacked; a
-    tree of arrays, such as an Image, is that of the first microbatch whose weight is not 0. Updated variables are
+    tree of arrays, such as an Image, is taken from the first microbatch with a nonzero weight. Updated variables are
     averaged over microbatches; weight factors, which are bounds, take their minimum. Microbatches of weight 0 are
-    ignored; in stacked summaries they repeat the first one with another weight.
+    ignored; in stacked summaries they repeat the first microbatch with a nonzero weight.
   """
   adds = mode == 'sum'
   if is_sum is None:

@@ -2,7 +2,7 @@
 
 The experiment's own steps are compiled for the target; with `--no_compile`, and if the target's compiler is not
 installed, the train step is only traced. The report goes to stdout, and with `--plan_out` as plan.json
-and plan.html into a directory, beside the config.json of the fastest settings that `--search` found to fit.
+and plan.html into a directory, with `--search` also the config with the fastest settings that fit.
 """
 
 import json
@@ -18,7 +18,9 @@ from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import mesh_devices
 from spmd_tasks.planning.search import search
 from spmd_tasks.planning.targets import Target, has_compiler
-from spmd_tasks.programs.job_directory import CONFIG_FILE, write_config
+from spmd_tasks.signatures import signed
+
+_FASTEST_FILE = 'fastest.json'  # a job's own config, in the same directory or another, is config.json
 
 
 def run(command: Command) -> int:
@@ -62,9 +64,10 @@ def run(command: Command) -> int:
       write_durably(directory / 'plan.json', json.dumps(made, indent=1) + '\n')
       write_durably(directory / 'plan.html', plan_page(made))
       if fastest:
-        write_config(directory, json.dumps(to_json(command.resolve(after=fastest['overrides']))))
+        config = signed(to_json(command.resolve(after=fastest['overrides'])), directory)
+        write_durably(directory / _FASTEST_FILE, json.dumps(config, indent=1) + '\n')
   print(format_plan(made), flush=True)
   if fastest and flags.plan_out:
-    config = f'{flags.plan_out}/{CONFIG_FILE}'
-    print(f'the fastest settings that fit: spmd-tasks --config {config} --mode train --job_log_dir DIR', flush=True)
+    path = f'{flags.plan_out}/{_FASTEST_FILE}'
+    print(f'the fastest settings that fit: spmd-tasks --config {path} --mode train --job_log_dir DIR', flush=True)
   return exit_codes.FAILED if made['fits'] is False else exit_codes.OK

@@ -102,7 +102,7 @@ class ByOptuna:
       names = sorted({name for line in run.lines.values() for name in line})
       near = difflib.get_close_matches(self.metric, names, n=3)
       raise UserError(
-        f'by_optuna() has the metric {self.metric!r}, which {directory} has not: '
+        f'by_optuna() has the metric {self.metric!r}, which {directory} does not have: '
         f'{"the nearest are" if near else "it has"} {", ".join(near or names)}.'
       )
     value = values[-1] if run.has_ended else None

@@ -1,4 +1,4 @@
-"""A plan says what the run then does; test_memory_parts.py compares its memory with that of the compiled step.
+"""A plan says what the run then does; test_memory_parts.py compares its memory with the compiled step's.
 
 Why a weight is replicated or padded; the ticks of a pipeline: every microbatch passes every stage once each way, and
 the rest is the bubble; and --mode plan as a user runs it.

@@ -99,8 +99,8 @@ def test_the_fastest_settings_that_fit_start_a_job(monkeypatch, tmp_path, capfd)
   flags = f'--set batch_size=64 --set remat_policy=none --target {TARGET.name} --no_compile --search'.split()
   flags += ['--plan_out', str(tmp_path / 'plan')]
   assert run(['--exp', 'lm.StdlibTiny', '--mode', 'plan', *flags]) == exit_codes.OK
-  assert f'spmd-tasks --config {tmp_path}/plan/config.json --mode train' in capfd.readouterr().out
-  saved = read_saved_config(tmp_path / 'plan' / 'config.json')
+  assert f'spmd-tasks --config {tmp_path}/plan/fastest.json --mode train' in capfd.readouterr().out
+  saved = read_saved_config(tmp_path / 'plan' / 'fastest.json')
   assert not saved.why_unsigned
   experiment, task = (resolved := from_json(saved)).experiment, resolved.build().task
   assert (experiment.ici_mesh_shape, experiment.remat_policy) == ((1, 8, 1), 'elementwise')

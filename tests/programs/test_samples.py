@@ -15,7 +15,7 @@ from tests.programs.small_runs import assert_same_arrays, saved_arrays
 FLAGS = (
   '--set', 'sample_every_steps=3', '--set', 'sample_prompts="é\\n", "ab"', '--set', 'sample_max_tokens=3',
   '--set', 'task.decode.temperature=1.0', '--set', 'task.decode.min_bucket=8', '--set', 'task.decode.prefill_chunk=8',
-  # As many as prompts, so that the programs are those of a decode job.
+  # As many slots as prompts: a decode job compiles the same programs.
   '--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_rows=2',
   '--set', 'trackers=tensorboard',
 )  # fmt: skip

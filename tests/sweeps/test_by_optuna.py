@@ -59,7 +59,8 @@ def test_results_are_told_and_a_killed_sweep_continues_with_the_same_job(tmp_pat
 
 def test_a_metric_that_no_job_has_is_refused_with_those_that_it_has(tmp_path, capfd):
   assert run(tmp_path, exp='OtherMetric') == exit_codes.USAGE
-  assert 'which {} has not: the nearest are eval/valid/loss'.format(tmp_path / 'trial_0000') in capfd.readouterr().err
+  printed = capfd.readouterr().err
+  assert f'which {tmp_path}/trial_0000 does not have: the nearest are eval/valid/loss' in printed
   assert run(tmp_path / 'other', exp='OtherSet') == exit_codes.USAGE
   assert "the metric 'eval/test/loss', but eval_inputs() has valid: write" in capfd.readouterr().err
   assert not (tmp_path / 'other').exists()

@@ -103,7 +103,7 @@ def test_a_quantized_base_gives_the_loss_of_its_dequantized_weights(dtype):
 
   @jax.jit
   def losses(base, dequantized, weights):
-    """The loss of the dequantized weights, compared with the base's own log-probabilities, and that of an eval."""
+    """The losses of the dequantized weights in training, against the base's log-probabilities, and in an eval."""
     logits = without_adapters(task.model).apply({'params': base}, batch)['logits']
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], axis=-1)[..., 0]
     with_reference = batch | {'reference_log_probs': log_probs * (batch['weights'] > 0)}

@@ -28,8 +28,8 @@ class Planted(NamedTuple):
 
 BUGS = [
   Planted('MissingPsum', 'mesh', 2, {'mdl': 2}),
-  Planted('LocalMean', 'mesh', 2, {'data': 2}),
-  Planted('RngOfDevice', 'mesh', 2, {'data': 2}),
+  Planted('LocalMean', 'mesh', 2, {'replica': 2}),
+  Planted('RngOfDevice', 'mesh', 2, {'replica': 2}),
   Planted('WrongLabels', 'mesh', 4, {'replica': 2, 'data': 2}),
   Planted('PadInNorm', 'mesh', 4, {'mdl': 4}),
   Planted('MeanOfMeans', 'microbatches', 1, {}),

@@ -146,7 +146,7 @@ def pipelined_case(name):
 DEFAULT = next(iter(CASES))
 
 
-# By default the choice of experts is that of tests/layers/moe, and other schedules are those of test_pipeline.py.
+# By default, tests/layers/moe has other choices of experts, and test_pipeline.py other schedules.
 @pytest.mark.parametrize(
   'name',  # the first, which another test reads, is the last to be run
   [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != DEFAULT)) for name in reversed(CASES)],
