@@ -22,6 +22,7 @@ from spmd_tasks.programs.recorded_runs import find_runs
 from spmd_tasks.sweeps.jobs import SweepJob, make_job
 
 _STUDY_FILE, _STUDY_NAME = 'optuna.log', 'sweep'
+_METRIC = 'metric'  # the study's user attribute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class ByOptuna:
 
     A job that fails, or whose metric is not finite, is a failed trial. At the end, prints which trial is the best.
 
-    Raises a UserError: Optuna is not installed, the directory is not on a disk, or a complete job lacks the metric.
+    Raises a UserError: Optuna is not installed, the directory is not on a disk or has the study of another sweep, or a
+    complete job lacks the metric.
     """
     require('sweep', 'optuna', wants='by_optuna()')
     import optuna
@@ -67,6 +69,7 @@ class ByOptuna:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = optuna.storages.JournalStorage(JournalFileBackend(os.fspath(path / _STUDY_FILE)))
     study = optuna.create_study(storage=storage, study_name=_STUDY_NAME, direction=self.direction, load_if_exists=True)
+    self._check_study(study, path)
     for number in range(self.count):
       trials = study.get_trials(deepcopy=False)
       if number == len(trials):
@@ -91,6 +94,21 @@ class ByOptuna:
         file=sys.stderr,
       )
 
+  def _check_study(self, study: Any, path: Any) -> None:
+    """Raises a UserError if a study that is continued has another direction, metric or kind of distribution."""
+    if _METRIC not in study.user_attrs:
+      study.set_user_attr(_METRIC, self.metric)
+    own = {'direction': self.direction, 'metric': self.metric, **self.distributions}
+    before: dict[str, Any] = {'direction': study.direction.name.lower(), 'metric': study.user_attrs[_METRIC]}
+    for trial in study.get_trials(deepcopy=False)[-1:]:
+      before |= trial.distributions
+    for name in own.keys() & before.keys():
+      if _fixed_part(own[name]) != _fixed_part(before[name]):
+        raise UserError(
+          f'by_optuna() has {name} {own[name]!r}, but the study in {path} has {before[name]!r}, and its results count '
+          'only for that: change it back, or give another --job_log_dir.'
+        )
+
   def _result(self, directory: Any) -> float | None:
     """Returns the last value of the metric; None if the job has failed, or the value is not finite."""
     try:
@@ -107,6 +125,13 @@ class ByOptuna:
       )
     value = values[-1] if run.has_ended else None
     return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def _fixed_part(value: Any) -> Any:
+  """Returns what a study keeps: of a distribution, its kind; the range of numbers may change."""
+  if isinstance(value, str):
+    return value
+  return type(value), getattr(value, 'choices', None), getattr(value, 'log', None)
 
 
 def by_optuna(

@@ -1,9 +1,12 @@
 """Optuna chooses the jobs of a sweep: by their results, and the same ones after a kill."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
 from spmd_tasks.sweeps import by_optuna
 from tests import binary
 from tests.sweeps.small_sweeps import Shapes
@@ -55,6 +58,28 @@ def test_results_are_told_and_a_killed_sweep_continues_with_the_same_job(tmp_pat
   number, killed = next(sweep(4).jobs(str(tmp_path)))  # asked for, and never told
   assert (number, killed.name) == (4, 'trial_0003')
   assert next(sweep(4).jobs(str(tmp_path))) == (number, killed)
+
+
+@pytest.mark.parametrize(
+  'changed',
+  [
+    {'direction': 'maximize'},
+    {'metric': 'loss'},
+    {'distributions': {'note': optuna.distributions.CategoricalDistribution(('a', 'c'))}},
+    {'distributions': {'learning_rate': optuna.distributions.FloatDistribution(0.01, 1.0)}},
+  ],
+)
+def test_a_study_is_not_continued_as_another_one(tmp_path, changed):
+  _, begun = next(sweep().jobs(str(tmp_path)))
+  changed_sweep = dataclasses.replace(sweep(), **changed)
+  [name] = changed.get('distributions', changed)
+  with pytest.raises(
+    UserError, match=rf'^by_optuna\(\) has {name} .*, but the study in {tmp_path} has .*: change it back'
+  ):
+    next(changed_sweep.jobs(str(tmp_path)))
+  assert next(sweep().jobs(str(tmp_path))) == (1, begun)
+  wider = sweep().distributions | {'learning_rate': optuna.distributions.FloatDistribution(0.001, 2.0, log=True)}
+  assert next(dataclasses.replace(sweep(), distributions=wider).jobs(str(tmp_path))) == (1, begun)
 
 
 def test_a_metric_that_no_job_has_is_refused_with_those_that_it_has(tmp_path, capfd):
