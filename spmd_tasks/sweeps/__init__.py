@@ -50,7 +50,9 @@ EXTENSION = Extension(
       run='spmd_tasks.sweeps.compare:run',
       check=_check_compare,
       prints_result=True,
-      flags=(Flag(name='out', metavar='PATH', help='the HTML page; default: compare.html'),),
+      flags=(
+        Flag(name='out', metavar='PATH', help='the HTML page; default: DIR/compare.html, or ./compare.html of several'),
+      ),
     ),
   ),
   flags=(

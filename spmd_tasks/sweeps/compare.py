@@ -4,7 +4,8 @@
     spmd-tasks --mode compare 'runs/*' runs/elsewhere --out comparison.html
 
 Jobs that differ only in `seed` are one row, with the mean and the standard deviation, and one curve with a band. The
-page, compare_page.html, holds its data and draws it by itself: it loads nothing.
+page, compare_page.html, holds its data and draws it by itself: it loads nothing. Without --out it is `compare.html` in
+the directory that is compared, or in the current one if there are several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import math
 import statistics
 from typing import Any
 
+from etils import epath
 import jinja2
 
 from spmd_tasks import exit_codes
@@ -57,13 +59,19 @@ def run(command: Command) -> int:
   """Runs --mode compare."""
   runs = find_runs(command.flags.words)
   groups = group_runs(runs)
-  path = absolute_path(command.flags.out or 'compare.html')
+  path = absolute_path(command.flags.out) if command.flags.out else _default_page(command.flags.words)
+  print(comparison_table(groups), flush=True)
   with storage_errors(path):
     make_directory(path.parent)
     write_durably(path, comparison_page(groups))
-  print(comparison_table(groups))
   print(f'page: {path}', flush=True)
   return exit_codes.OK
+
+
+def _default_page(words: Sequence[str]) -> epath.Path:
+  """Returns the page's path: in the directory that is compared, or in the current one if there are several."""
+  is_one = len(words) == 1 and absolute_path(words[0]).is_dir()  # and no pattern
+  return absolute_path(words[0] if is_one else '.') / 'compare.html'
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:

@@ -136,6 +136,23 @@ def test_the_mode_writes_the_page_and_prints_the_table(sweep, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
+  'words, place',
+  [
+    (['lr'], 'lr/compare.html'),
+    (['./lr/../lr/'], 'lr/compare.html'),
+    (['lr/*'], 'compare.html'),
+    (['lr/0.1,0', 'lr/0.2,0'], 'compare.html'),
+    (['lr', '--out', 'page.html'], 'page.html'),
+  ],
+)
+def test_the_page_is_in_the_directory_that_is_compared(words, place, sweep, tmp_path, monkeypatch, capfd):
+  monkeypatch.chdir(tmp_path)
+  assert binary.run_in_process('--mode', 'compare', *words) == exit_codes.OK
+  assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob('*.html')] == [place]
+  assert capfd.readouterr().out.splitlines()[-1].endswith(f'{tmp_path.name}/{place}')
+
+
+@pytest.mark.parametrize(
   'words, message',
   [
     ((), '--mode compare needs directories of jobs'),
