@@ -58,6 +58,7 @@ _SLOW_FIELDS = (b'"structured_outputs"', b'"response_format"', b'"bad_words"')
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
 
+_PAGE_TOKENS = 256  # of a continued text on the page: a model may never end it
 _QUICK_SEQUENCES = 16  # larger answers, which can be megabytes of vectors, are encoded on another thread
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; only the metrics see it
 _CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
@@ -104,9 +105,13 @@ class _Routes:
   def __init__(self, service: Service, publisher: Publisher, page: str):
     self._service = service
     self._publisher = publisher
-    names = json.dumps(service.model.names).replace('<', '\\u003c')
-    is_chat = service.model.chat_template != ChatTemplate()  # whether the model has a chat template of its own
-    self._page = page.replace('{{models}}', names).replace('{{is_chat}}', json.dumps(is_chat))
+    model = service.model
+    is_chat = model.chat_template != ChatTemplate()  # whether the model has a chat template of its own
+    has_default = is_chat or model.settings.max_tokens is not None
+    max_tokens = None if has_default else min(_PAGE_TOKENS, max(1, model.max_len // 2))
+    for name, value in (('models', model.names), ('is_chat', is_chat), ('max_tokens', max_tokens)):
+      page = page.replace(f'{{{{{name}}}}}', json.dumps(value).replace('<', '\\u003c'))
+    self._page = page
 
   async def page(self, request: Request) -> Response:
     # The page loads nothing from other sites, and other sites cannot embed it.

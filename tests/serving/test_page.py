@@ -1,5 +1,6 @@
 """The page at / in a real browser: Debian's chromium, if it is installed (scripts/setup_browser)."""
 
+import dataclasses
 import re
 import threading
 import time
@@ -12,8 +13,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from spmd_tasks.inputs import ChatTemplate
 from tests import browser as chromium
-from tests.serving.fake_engine import FakeEngine
-from tests.serving.served import serving
+from tests.serving.fake_engine import TOKENIZER, FakeEngine
+from tests.serving.served import MODEL, serving
 from tests.serving.test_tool_calls import FINAL, HARMONY_ECHO, HM, tokenizer  # noqa: F401
 
 pytestmark = chromium.needed
@@ -66,6 +67,11 @@ class Page:
     return self['go'].is_enabled() and not self['stop'].is_enabled()
 
 
+def shows_cut(element):
+  mark = "return getComputedStyle(arguments[0], '::after').content"
+  return 'cut off at the token limit' in element.parent.execute_script(mark, element)
+
+
 def test_a_prompt_is_answered_piece_by_piece(page):
   assert page['name'].text == page.browser.title == 'fake.Model'
   page.fill(prompt='hello', max_tokens=30)
@@ -82,6 +88,7 @@ def test_a_prompt_is_answered_piece_by_piece(page):
   assert status.startswith('30 tokens, ')
   assert re.search(r', \d+\.\d tokens/s, first token after \d+ ms: ', status)
   assert status.endswith(': reached the token limit')
+  assert shows_cut(page['new'])
   assert page.browser.get_log('browser') == []  # also nothing that the content security policy refused
 
 
@@ -120,7 +127,7 @@ def test_a_model_with_a_chat_template_chats(browser):
       page.wait(page.is_idle)
       assert page['error'].text == ''
     turns = [(turn.get_attribute('class'), turn.text) for turn in page['given'].find_elements(By.TAG_NAME, 'div')]
-    assert [role for role, _ in turns] == ['user', 'assistant'] * 2
+    assert [role for role, _ in turns] == ['user', 'assistant cut'] * 2  # the fake never ends an answer
     first, second = '[user]<b>hi</b>[assistant]', turns[1][1]
     assert turns[0][1] == '<b>hi</b>'
     assert second == (first * 9)[: len(second)]
@@ -147,6 +154,13 @@ def test_reasoning_is_shown_and_not_sent_back(browser, tokenizer):  # noqa: F811
       page.wait(page.is_idle)
       assert page['error'].text == ''
     turns = [(turn.get_attribute('class'), turn.text) for turn in page['given'].find_elements(By.TAG_NAME, 'div')]
+    page.fill(prompt='more', max_tokens=12)
+    page['go'].click()
+    page.wait(page.is_idle)
+    assert page['prompt'].get_attribute('value') == 'more'  # the answer was cut off before its reasoning ended
+    assert len(page['given'].find_elements(By.TAG_NAME, 'div')) == len(turns)
+    assert page['thought'].text == 'Hm'
+    assert shows_cut(page['new'])
   assert [turn for turn in turns if turn[0] != 'user'] == [
     ('thought', 'Hm <b>.'),
     ('assistant', '7 °C'),
@@ -201,10 +215,29 @@ def test_an_example_is_one_click_away_and_enter_sends_a_message(browser):
     assert page['prompt'].get_attribute('value') == text
     assert browser.switch_to.active_element.get_attribute('id') == 'prompt'
     page['prompt'].send_keys(Keys.SHIFT, Keys.ENTER, Keys.NULL, 'now', Keys.ENTER)
-    page.wait(lambda: page['status'].text.startswith('64 tokens'))
+    page.wait(lambda: page['status'].text.endswith(': reached the token limit'))
     page.wait(page.is_idle)
     assert page['given'].find_element(By.CLASS_NAME, 'user').text == f'{text}\nnow'
     assert not page['examples'].is_displayed()
+    # Without a number of tokens, an answer takes all that is left of the context, and is marked where it is cut off.
+    num_tokens = int(page['status'].text.partition(' tokens')[0])
+    assert num_tokens == 999 - len(TOKENIZER.encode(f'[user]{text}\nnow[assistant]'))
+    assert shows_cut(page['given'].find_element(By.CLASS_NAME, 'assistant'))
+
+
+@pytest.mark.parametrize('max_tokens', [None, 20])
+def test_a_continued_text_takes_the_tokens_that_the_server_allows(browser, max_tokens):
+  settings = dataclasses.replace(MODEL.settings, max_tokens=max_tokens)
+  with serving(max_len=100, model=dataclasses.replace(MODEL, max_len=100, settings=settings)) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    page.fill(prompt='hello')
+    page['go'].click()
+    page.wait(lambda: page['status'].text.startswith(f'{max_tokens or 50} tokens'))
+    page.wait(page.is_idle)
+    page.fill(prompt='again', max_tokens=80)
+    page['go'].click()
+    page.wait(lambda: page['status'].text.startswith('80 tokens'))
 
 
 @pytest.mark.parametrize('width', [1400, pytest.param(500, marks=pytest.mark.exhaustive), 320])
