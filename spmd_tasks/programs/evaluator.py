@@ -83,6 +83,16 @@ class Evaluator:
       states = {f'eval_inputs.{name}': iterator.get_state() for name, iterator in self._iterators.items()}
       refuse_other_data('data files of eval sets', states, limit_s)
 
+  def check(self) -> None:
+    """Traces the eval steps whose batches differ from training batches; `compile` uses the traces.
+
+    Raises a UserError if the model or the loss does not take a set's batches.
+    """
+    for name, step in self._steps.items():
+      if step.layout.spec != self._train_spec:
+        with self._shapes_in_errors(name, step):
+          step.trace()
+
   def compile(self, *, needs_examples: bool = False) -> None:
     """Compiles the eval steps now instead of in the first evaluation.
 
@@ -213,16 +223,17 @@ class Evaluator:
 
   @contextlib.contextmanager
   def _shapes_in_errors(self, name: str, step: EvaluationStep) -> Iterator[None]:
-    """Adds to an error, such as one of the model, which arrays of a set have other shapes than in training."""
+    """Adds to an error, such as one of the model, which arrays of a set are missing or have rows of another shape."""
     try:
       yield
     except Exception as error:
-      train = self._train_spec
+      train, own = self._train_spec, step.layout.spec
       other = [
-        f'{key!r} {list(own.shape)}, train_input {list(train[key].shape)}'
-        for key, own in step.layout.spec.items()
-        if key in train and own.shape[1:] != train[key].shape[1:]
+        f'{key!r} {list(own[key].shape)}, train_input {list(train[key].shape)}'
+        for key in own
+        if key in train and own[key].shape[1:] != train[key].shape[1:]
       ]
+      other += [f'no {key!r}, which train_input has' for key in train if key not in own]
       if not other:
         raise
       shapes = f'eval_inputs.{name} has {"; ".join(other)} (make their rows alike, unless the model takes both)'

@@ -616,6 +616,8 @@ class Evaluate(TrainHook):
     keeps_examples = any(hook.wants_examples for hook in run.hooks)
     self._evaluator = Evaluator(run.job, run.model, run.job_log_dir, keeps_examples=keeps_examples)
     self._evaluator.refuse_other_data(run.limit_s)
+    with run.goodput.spend('compilation'):
+      self._evaluator.check()
 
   def open(self, run: TrainRun) -> None:
     run.stack.callback(self._evaluator.close)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 from pathlib import Path
+import re
 
 import fiddle as fdl
 import flax.linen as nn
@@ -16,7 +17,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.preview import preview
 from tests import binary
-from tests.programs.plain_experiment import Shapes, batches
+from tests.programs.plain_experiment import Shapes, batches, loss
 
 NAME = 'tests.programs.plain_experiment.Shapes'
 FLAGS = ('--exp', NAME, '--mode', 'train', '--set', 'log_every_steps=1', '--set', 'trackers=()')
@@ -108,9 +109,27 @@ def test_an_argument_that_is_no_entry_is_named_beside_the_entries():
     partition_job(resolve(f'{__name__}.TakesX', []).build())
 
 
-class OtherWidth(Shapes):
+EVAL_BATCHES = {
+  'width': {'image': np.zeros((4, 9)), 'label': np.zeros(4, int)},
+  'entry': {'image': np.zeros((4, 10, 10, 1))},
+  'size': {'image': np.zeros((4, 10, 10, 1)), 'label': np.zeros(4, int)},
+}
+TRACED: list[int] = []  # the rows of each batch for which the loss is traced
+
+
+def traced_loss(logits, batch):
+  TRACED.append(len(logits))
+  return loss(logits, batch)
+
+
+class OtherEvals(Shapes):
+  other: str = 'size'
+
+  def task(self):
+    return dataclasses.replace(super().task(), loss=traced_loss)
+
   def eval_inputs(self):
-    return {'narrow': [{'image': np.zeros((4, 9)), 'label': np.zeros(4, int)}]}
+    return {'valid': batches(1), self.other: [EVAL_BATCHES[self.other]]}
 
 
 class OneBatch(Shapes):
@@ -118,12 +137,28 @@ class OneBatch(Shapes):
     return next(batches(0))
 
 
-def test_an_eval_set_of_another_width_is_named_if_the_model_fails(tmp_path):
-  job = resolve(OtherWidth).build()
+@pytest.mark.parametrize(
+  'name, words',
+  [
+    ('width', r"eval_inputs.width has 'image' \[4, 9\], train_input \[60, 10, 10, 1\] .*ScopeParamShapeError"),
+    ('entry', r"eval_inputs.entry has no 'label', which train_input has .*KeyError: 'label'"),
+  ],
+)
+def test_an_eval_set_that_the_model_does_not_take_is_refused_before_the_first_step(name, words, tmp_path, capsys):
+  job = ('--exp', f'{__name__}.OtherEvals', '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  assert binary.run_in_process(*job, '--set', f'other={name}') == exit_codes.USAGE
+  assert re.search(words, capsys.readouterr().err)
+  assert not (tmp_path / 'job').exists()
+
+
+def test_only_eval_sets_with_other_batches_are_traced_before_the_first_step_and_only_once(tmp_path):
+  job = resolve(OtherEvals).build()
   evaluator = Evaluator(job, partition_job(job), tmp_path)
-  words = r"eval_inputs.narrow has 'image' \[4, 9\], train_input \[60, 10, 10, 1\].*ScopeParamShapeError"
-  with pytest.raises(UserError, match=words):
-    evaluator.compile()
+  TRACED.clear()
+  evaluator.check()
+  assert TRACED == [4]
+  evaluator.compile()
+  assert TRACED == [4, 60]
 
 
 def test_a_single_batch_is_refused():
