@@ -57,12 +57,10 @@ def refuse_path(root: Any, node: Any, path: Sequence[str], depth: int) -> NoRetu
   close = difflib.get_close_matches(path[depth][:100], names, n=3, cutoff=0.5)
   optimizer = _built_optimizer(node, parent) if depth else None
   if optimizer and not difflib.get_close_matches(path[depth][:100], close, cutoff=0.75):
-    own = f"the experiment's {path[-1]}" if path[-1] in fields_of(root) else 'a field of the experiment that makes it'
-    raise UserError(
-      f'{unknown}: {optimizer} is a built optax optimizer, which has no fields to set: set {own}, or write '
-      'FromOptax(factory=optax.adam, learning_rate=1e-3), or in a fdl.Config(Task, ...) fdl.Config(optax.adam, '
-      'learning_rate=1e-3), in place of optax.adam(1e-3).'
-    )
+    from spmd_tasks.learning.from_optax import built_optimizer_error  # imports optax, as the optimizer has
+
+    own = [f"the experiment's {path[-1]}"] if path[-1] in fields_of(root) else []
+    raise UserError(f'{unknown}: {built_optimizer_error(optimizer, *own)}')
   if not names:
     encoded = encode_field(node)
     is_value = not isinstance(encoded, dict) or not {'symbol', 'object'} & encoded.keys()

@@ -37,6 +37,15 @@ _LEARNING_RATE = 'learning_rate'
 _BUILT = 'learner.optimizer'  # the name of the factory of a built optimizer
 
 
+def built_optimizer_error(name: str, field: str = 'a field of the experiment that makes it') -> UserError:
+  """Returns the error for setting a field of a built optax optimizer called `name`; `field` can be set instead."""
+  return UserError(
+    f'{name} is a built optax optimizer, which has no fields to set: set {field}, or write '
+    'FromOptax(factory=optax.adam, learning_rate=1e-3), or in a fdl.Config(Task, ...) fdl.Config(optax.adam, '
+    'learning_rate=1e-3), in place of optax.adam(1e-3).'
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FromOptax(Optimizer):
   """An optax optimizer, built by `factory(learning_rate=..., **arguments)`.
@@ -66,10 +75,7 @@ class FromOptax(Optimizer):
       check_learning_rate('FromOptax.learning_rate', self.learning_rate)
     rate = {} if self.learning_rate is None else {_LEARNING_RATE: self.learning_rate}
     if self._name() == _BUILT and (rate or self.arguments):
-      raise UserError(
-        'learner.optimizer is a built optax optimizer, which has no fields to set: set a field of the experiment that '
-        'makes it, or write FromOptax(factory=optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3).'
-      )
+      raise built_optimizer_error(_BUILT)
     signature = inspect.signature(self.factory)
     try:
       signature.bind(**rate, **self.arguments)
