@@ -97,13 +97,8 @@ def decode(
   model = partition_job(job)
   with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:
     restored = -1
-
-    def on_step():
-      reader.watchdog.beat(restored, 'decode')
-      if reader.guard.should_stop():
-        raise PreemptedError
-
     steps = DecodeSteps(model, draft=load_draft(model))
+    on_step = lambda: reader.beat(restored, 'decode')
     decoder = Decoder(job, steps, sources, job_log_dir, output_path, on_step)
     try:
       for weights, restored, place in reader.checkpoints(

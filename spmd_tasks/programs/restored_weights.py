@@ -156,9 +156,7 @@ class CheckpointReader:
     used, experiment = -1, self.job.experiment
     is_first = True
     while True:
-      self.watchdog.beat(used, 'waiting for a checkpoint')
-      if self.guard.should_stop():
-        raise PreemptedError
+      self.beat(used, 'waiting for a checkpoint')
       restored = None
       with self.watchdog.allow('restore', experiment.first_step_timeout_s):
         if not watch or newest_step(self.checkpointer) > used:
@@ -190,6 +188,12 @@ class CheckpointReader:
         return
       set_activity(None)
       time.sleep(poll_s)
+
+  def beat(self, step: int, activity: str) -> None:
+    """Called by the mode before each of its own steps. Raises PreemptedError if a signal came."""
+    self.watchdog.beat(step, activity)
+    if self.guard.should_stop():
+      raise PreemptedError
 
   def _has_begun(self) -> bool:
     """Returns whether a training job has begun in the directory."""

@@ -74,18 +74,12 @@ def decode(command: Command, opened: OpenJob) -> int:
     step = -1
     progress = Progress(len(job.decode_inputs), 0, primary=is_primary())
     reader.stack.callback(progress.close)
-
-    def on_batch() -> None:
-      reader.watchdog.beat(step, 'decode')
-      if reader.guard.should_stop():
-        raise PreemptedError
-
     decoder = PaxDecoder(
       model,
       job.decode_inputs,
       opened.directory,
       trackers=job.experiment.trackers,
-      on_batch=on_batch,
+      on_batch=lambda: reader.beat(step, 'decode'),
       report=progress.message,
       first_step=job.task.task.train.decode_start_after_n_steps if watch else 0,
     )
