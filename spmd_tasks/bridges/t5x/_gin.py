@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import importlib.util
 from pathlib import Path
+import re
 import tokenize
 from typing import Any
 
@@ -23,6 +24,7 @@ MISSING: Any = object()
 _REQUIRED = '%gin.REQUIRED'
 _OWN_FILES = Path(__file__).parent / 'gin'
 _MAX_FILES = 100
+_FLAG = '--gin'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +68,18 @@ class Node:
     Raises:
       UserError: the argument is not bound (or bound to gin.REQUIRED) and has no default, or its value has another type.
     """
-    for scope in dict.fromkeys((self.scope, '')):
-      for (bound_scope, selector, bound_argument), value in self.setup.bindings.items():
-        if bound_argument == argument and bound_scope == scope and _matches(selector, self.selector):
-          self.setup.read.add((bound_scope, selector, bound_argument))
-          resolved = self.setup.resolve(value, f'{self.selector}.{argument}')
-          if not isinstance(resolved, kind) and resolved != default:
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            kind_names = ' or '.join(_KINDS.get(cls, cls.__name__) for cls in kinds)
-            raise UserError(f'{self}.{argument} = {resolved!r} must be {kind_names}.')
-          return resolved
+    for scope in _scopes(self.scope):
+      keys = [
+        key for key in self.setup.bindings if key[::2] == (scope, argument) and _matches(key[1], self.selector)
+      ]  # one for each name of the configurable, such as `train` and `__main__.train`; the last binding wins
+      if keys:
+        self.setup.read.update(keys)
+        resolved = self.setup.resolve(self.setup.bindings[keys[-1]], f'{self.selector}.{argument}', scope=self.scope)
+        if not isinstance(resolved, kind) and resolved != default:
+          kinds = kind if isinstance(kind, tuple) else (kind,)
+          kind_names = ' or '.join(_KINDS.get(cls, cls.__name__) for cls in kinds)
+          raise UserError(f'{self}.{argument} = {resolved!r} must be {kind_names}.')
+        return resolved
     if default is MISSING:
       raise UserError(f'the gin setup has no value for {self}.{argument}: bind it, or include a file that binds it.')
     return default
@@ -89,7 +93,7 @@ class Node:
     return [
       f'{selector}.{argument} = {value!r}'
       for (scope, selector, argument), value in self.setup.bindings.items()
-      if scope in ('', self.scope)
+      if scope in _scopes(self.scope)
       and _matches(selector, self.selector)
       and (scope, selector, argument) not in self.setup.read
     ]
@@ -103,9 +107,9 @@ class Setup:
   """The contents of gin files.
 
   Attributes:
-    bindings: (scope, selector, argument) -> value.
+    bindings: (scope, selector, argument) -> value, in the order in which they were bound last.
     macros: name -> value.
-    imports: the name by which the files import a module -> the module.
+    imports: the name by which the files, or those read last, import a module -> the module.
     files: the names of the files that were read.
     read: the keys of `bindings` that `Node.get` has read.
     flags: the macros that --gin binds.
@@ -124,8 +128,9 @@ class Setup:
     return Node(setup=self, scope='', selector=selector) if is_bound else None
 
   def unused(self, root: Node) -> list[str]:
-    """Returns the configurables, and the macros of flags, that cannot be reached from `root`."""
+    """Returns the configurables, also in a scope, and the macros of flags that cannot be reached from `root`."""
     reached: set[str] = set()  # selectors, and macros as %NAME
+    scopes = {''}
     pending = [root.selector, *(selector for _, selector, _ in self.read)]
     while pending:
       name = pending.pop()
@@ -138,19 +143,23 @@ class Setup:
         value = values.pop()
         if isinstance(value, _Macro | _Reference):
           pending.append(repr(value) if isinstance(value, _Macro) else value.selector)
+          scopes.update(_scopes(getattr(value, 'scope', '')))
         elif isinstance(value, dict | list | tuple):
           values += value.values() if isinstance(value, dict) else value
     selectors = dict.fromkeys(selector for _, selector, _ in self.bindings)
     unused = [selector for selector in selectors if not any(_matches(selector, name) for name in reached)]
+    scoped = dict.fromkeys((scope, selector) for scope, selector, _ in self.bindings if scope not in scopes)
+    unused += [f'{scope}/{selector}' for scope, selector in scoped if selector not in unused]
     return unused + sorted(f'%{name}' for name in self.flags if f'%{name}' not in reached)
 
-  def resolve(self, value: Any, setting: str, macros: tuple[str, ...] = ()) -> Any:
+  def resolve(self, value: Any, setting: str, macros: tuple[str, ...] = (), scope: str = '') -> Any:
     """Replaces macros and references, also in lists and dicts.
 
     Args:
       value: a value of a binding or a macro.
       setting: the name of the binding or macro, for errors.
       macros: the names of the macros that are being resolved, to find cycles.
+      scope: the scope of the configurable with the binding, in which references without a scope are, too.
     """
     if isinstance(value, _Macro):
       if f'%{value.name}' == _REQUIRED:
@@ -163,16 +172,22 @@ class Setup:
         raise UserError(f'the macro %{value.name} refers to itself through {setting}: bind one of them to a value.')
       return self.resolve(self.macros[value.name], f'%{value.name}', (*macros, value.name))
     if isinstance(value, _Reference):
-      return Node(setup=self, scope=value.scope, selector=value.selector)
+      return Node(setup=self, scope=value.scope or scope, selector=value.selector)
     if isinstance(value, dict):
-      return {key: self.resolve(item, setting, macros) for key, item in value.items()}
+      return {key: self.resolve(item, setting, macros, scope) for key, item in value.items()}
     if isinstance(value, list | tuple):
-      return type(value)(self.resolve(item, setting, macros) for item in value)
+      return type(value)(self.resolve(item, setting, macros, scope) for item in value)
     return value
 
 
 _KINDS = {Node: 'a reference, @NAME', int: 'an integer', float: 'a number', str: 'a string', list: 'a list'}
 _KINDS |= {tuple: 'a tuple', Mapping: 'a dict', type(None): 'None'}
+
+
+def _scopes(scope: str) -> list[str]:
+  """Returns the scopes whose bindings apply in a scope: a/b, a and the empty one."""
+  parts = scope.split('/') if scope else []
+  return ['/'.join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 def _matches(suffix: str, selector: str) -> bool:
@@ -195,8 +210,8 @@ def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Seque
   setup = Setup()
   for name in files:
     _read_file(name, setup, search, '')
-  if bindings:
-    _read_text('\n'.join(bindings), '--gin', setup, search)
+  for binding in bindings:
+    _read_text(binding, _FLAG, setup, search)
   return setup
 
 
@@ -232,10 +247,12 @@ def _candidate_paths(name: str, search: Sequence[str]) -> Iterator[Path]:
 def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> None:
   from gin import config_parser
 
+  imports: dict[str, str] = {}  # of this text, which win over those of the files that it includes
+
   class Delegate(config_parser.ParserDelegate):
     def configurable_reference(self, scoped_name: str, evaluate: bool) -> _Reference:
       scope, _, selector = scoped_name.rpartition('/')
-      return _Reference(scope, _full_name(selector, setup))
+      return _Reference(scope, _full_name(selector, {**setup.imports, **imports}))
 
     def macro(self, name: str) -> _Macro:
       return _Macro(name)
@@ -245,28 +262,36 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
       kind = type(statement).__name__
       if kind == 'ImportStatement':
         alias = statement.alias or (statement.module.rpartition('.')[2] if statement.is_from else statement.module)
-        setup.imports[alias] = statement.module
+        imports[alias] = setup.imports[alias] = statement.module
       elif kind == 'IncludeStatement':
         _read_file(statement.filename, setup, search, name)
       elif kind == 'BindingStatement':
         if not statement.arg_name:
           setup.macros[statement.selector] = statement.value
-          setup.flags.update({statement.selector} if name == '--gin' else ())
+          setup.flags.update({statement.selector} if name == _FLAG else ())
         elif statement.selector == 'macro' or statement.selector.endswith('/macro'):
           setup.macros[statement.scope] = statement.value
         else:
-          key = (statement.scope, _full_name(statement.selector, setup), statement.arg_name)
+          selector = _full_name(statement.selector, {**setup.imports, **imports})
+          key = (statement.scope, selector, statement.arg_name)
+          setup.bindings.pop(key, None)
           setup.bindings[key] = statement.value
   except (SyntaxError, tokenize.TokenError, RecursionError) as error:  # the last: nested too deeply
-    line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
     message = ' '.join(str(error.args[0]).split()).rstrip('.')
+    token = re.search("Failed to parse token '(.*)'$", message)
+    message = f'{token[1]} is not a value; text needs quotes' if token else message
+    if name == _FLAG:
+      argument, _, value = text.partition('=')
+      example = f', as in --gin.{argument}="{value.strip()!r}"' * bool(token)
+      raise UserError(f'--gin.{text} has a syntax error of gin: {message}{example}.') from error
+    line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
     raise UserError(f'{name}{line} has a syntax error of gin: {message}.') from error
 
 
-def _full_name(selector: str, setup: Setup) -> str:
+def _full_name(selector: str, imports: Mapping[str, str]) -> str:
   """Replaces the name by which a file imports a module by the module's full name."""
   parts = selector.split('.')
   for end in range(len(parts), 0, -1):
-    if (module := setup.imports.get('.'.join(parts[:end]))) is not None:
+    if (module := imports.get('.'.join(parts[:end]))) is not None:
       return '.'.join([module, *parts[end:]])
   return selector

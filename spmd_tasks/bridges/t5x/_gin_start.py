@@ -39,9 +39,11 @@ def start(flags: argparse.Namespace) -> int | None:
     if notes:
       print('\n'.join([f'{title}:', *(f'  {note}' for note in dict.fromkeys(notes))]), file=sys.stderr, flush=True)
   if translation.missing:
+    number = len(translation.missing)
+    settings = f'{number} settings of {files[0]} (see above) are' if number > 1 else f'1 setting of {files[0]} is'
     raise UserError(
-      f'{len(translation.missing)} settings of {files[0]} (see above) are not supported, so that numbers would differ: '
-      'change them, or write the setup as a Python file with --translate FILE, and change that.'
+      f'{settings} not supported, so that numbers would differ: change {"them" if number > 1 else "it"}, or write the '
+      'setup as a Python file with --translate FILE, and change that.'
     )
   flags.exp = f'{EXPERIMENTS}.{translation.experiment}'
   flags.overrides = [f'{name}={value}' for name, value in translation.fields.items()] + flags.overrides

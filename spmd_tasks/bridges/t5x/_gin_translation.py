@@ -41,6 +41,12 @@ NORMALIZATIONS = {
   'NUM_TOTAL_TARGET_TOKENS': 'all_tokens',
   'AVERAGE_PER_SEQUENCE': 'sequences',
 }
+_MODELS = (
+  't5x.models.EncoderDecoderModel',
+  't5x.models.DecoderOnlyModel',
+  't5x.contrib.moe.models.MoeEncoderDecoderModel',
+)
+_TRAINERS = ('t5x.trainer.Trainer', 't5x.contrib.moe.trainer.MoeTrainer')
 _FLAXFORMER = 'flaxformer.architectures.t5.t5_architecture.EncoderDecoder'
 _REMAT = {None: 'none', 'none': 'none', 'minimal': 'dots_no_batch', 'full': 'full'}
 # T5X's name -> our name, and T5X's default or MISSING.
@@ -160,9 +166,9 @@ def translate(setup: Setup) -> Translation:
 
 def _translate_model(model: Node, translation: Translation) -> None:
   """Translates the model, its loss and its optimizer."""
-  models = ('EncoderDecoderModel', 'DecoderOnlyModel', 'MoeEncoderDecoderModel')
-  if model.name not in models:
-    translation.add_missing(f'model = @{model}', f'only {", ".join(models)} of T5X are supported')
+  if model.selector not in _MODELS:
+    names = ', '.join(name.rpartition('.')[2] for name in _MODELS)
+    translation.add_missing(f'model = @{model}', f'only {names} of T5X are supported')
     return
   module = model.get_node('module')
   network = _NETWORK.fullmatch(module.selector)
@@ -414,7 +420,7 @@ def _translate_adafactor(optimizer: Node, translation: Translation, *, is_flat: 
 
 
 def _translate_training(root: Node, translation: Translation) -> None:
-  """Translates the data, the schedule, the checkpoints and the intervals of a training."""
+  """Translates the data, the trainer, the checkpoints and the intervals of a training."""
   translation.model_dir = root.get('model_dir', None, str)
   data = _dataset_fields(root.get_node('train_dataset_cfg'), translation)
   eval_period = root.get('eval_period', None, int)
@@ -436,23 +442,7 @@ def _translate_training(root: Node, translation: Translation) -> None:
     else:
       reason = 'is not supported; return a hook such as EvalTarget from hooks() of the experiment'
       translation.add_missing(f'{root}.actions: @{action}', reason)
-  trainer = root.get_node('trainer_cls')
-  rate = trainer.get_node('learning_rate_fn')
-  if rate.name == 'create_learning_rate_scheduler':
-    kinds = {ours: str if ours == 'factors' else _NUMBER for ours in _RATE.values()}
-    settings = {ours: rate.get(theirs, None, kinds[ours]) for theirs, ours in _RATE.items()}
-    translation.fields['rate'] = {name: value for name, value in settings.items() if value is not None}
-    _report_unread(rate, translation)
-  else:
-    reason = 'only utils.create_learning_rate_scheduler is supported'
-    translation.add_missing(f'{trainer}.learning_rate_fn = @{rate}', reason)
-  translation.fields['num_microbatches'] = trainer.get('num_microbatches', None) or 1
-  if trainer.name == 'MoeTrainer':
-    translation.fields['expert_grad_scale'] = trainer.get('num_expert_partitions')
-  if trainer.get('weight_metrics_computer', None) is not None:
-    note = '--mode replay --step N shows weights, gradients and updates'
-    translation.notes.append(f'{trainer}.weight_metrics_computer: {note}')
-  _report_unread(trainer, translation)
+  _translate_trainer(root.get_node('trainer_cls'), translation)
   checkpoints = root.get_node('checkpoint_cfg')
   save, restore = checkpoints.get_node('save', None), checkpoints.get_node('restore', None)
   if save is not None:
@@ -472,8 +462,33 @@ def _translate_training(root: Node, translation: Translation) -> None:
   translation.fields['seed'] = seed or 0
 
 
+def _translate_trainer(trainer: Node, translation: Translation) -> None:
+  """Translates the schedule and the microbatches."""
+  if trainer.selector not in _TRAINERS:
+    translation.add_missing(f'trainer_cls = @{trainer}', f'only {" and ".join(_TRAINERS)} are supported')
+    return
+  rate = trainer.get_node('learning_rate_fn')
+  if rate.selector == 't5x.utils.create_learning_rate_scheduler':
+    kinds = {ours: str if ours == 'factors' else _NUMBER for ours in _RATE.values()}
+    settings = {ours: rate.get(theirs, None, kinds[ours]) for theirs, ours in _RATE.items()}
+    translation.fields['rate'] = {name: value for name, value in settings.items() if value is not None}
+    _report_unread(rate, translation)
+  else:
+    reason = 'only utils.create_learning_rate_scheduler is supported'
+    translation.add_missing(f'{trainer}.learning_rate_fn = @{rate}', reason)
+  translation.fields['num_microbatches'] = trainer.get('num_microbatches', None) or 1
+  if trainer.name == 'MoeTrainer':
+    translation.fields['expert_grad_scale'] = trainer.get('num_expert_partitions')
+  if trainer.get('weight_metrics_computer', None) is not None:
+    note = '--mode replay --step N shows weights, gradients and updates'
+    translation.notes.append(f'{trainer}.weight_metrics_computer: {note}')
+  _report_unread(trainer, translation)
+
+
 def _translate_evaluator(root: Node, translation: Translation) -> None:
   evaluator = root.get('inference_evaluator_cls', None)
+  if isinstance(evaluator, Node) and evaluator.selector not in ('seqio.Evaluator', 'seqio.evaluation.Evaluator'):
+    translation.notes.append(f'{root}.inference_evaluator_cls = @{evaluator}: metrics are computed by seqio.Evaluator')
   if isinstance(evaluator, Node) and evaluator.get('num_examples', None):
     translation.notes.append(f'{evaluator}.num_examples: metrics are computed on all examples of a task')
 

@@ -377,6 +377,9 @@ def test_user_files_can_read_macros_of_t5x(run, wanted, tmp_path):
   'binding, words',
   [
     ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel, Moe'),
+    ('train_script.train.model = @my_lab.models.EncoderDecoderModel()', 'MoeEncoderDecoderModel of T5X are'),
+    ('train_script.train.trainer_cls = @my_lab.trainer.Trainer', 'only t5x.trainer.Trainer and'),
+    ('trainer.Trainer.learning_rate_fn = @my_lab.create_learning_rate_scheduler()', 'only utils.create_learning_rate'),
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor'),
     ('network.T5Config.sparse_layers = 2', 'is not supported'),
     ('network.T5Config.scale_attn_logits = True', 'is not scaled'),
@@ -394,6 +397,8 @@ def test_unsupported_settings_are_listed_with_the_reason(binding, words):
     ('MIXTURE_OR_TASK_SPLIT = "test"', '%MIXTURE_OR_TASK_SPLIT: has no effect'),
     ('utils.SaveCheckpointConfig.dtype = "bfloat16"', 'weights stay in float32'),
     ('my_lab.report.name = "x"', 'my_lab.report: has no effect'),
+    ('trian/utils.DatasetConfig.batch_size = 3', 'trian/t5x.utils.DatasetConfig: has no effect'),
+    ('train_script.train.inference_evaluator_cls = @my_lab.Evaluator', 'metrics are computed by seqio.Evaluator'),
     ('train_script.train.run_eval_before_training = True', '--mode eval'),
     ('partitioning.PjitPartitioner.params_on_devices = False', 'restores its own shards'),
     ('trainer.Trainer.weight_metrics_computer = @trainer.WeightMetricsComputer()', '--mode replay --step N'),
@@ -420,7 +425,7 @@ def test_bindings_of_wrong_types_raise_user_errors(value):
 
 
 def test_setups_with_unsupported_settings_do_not_start(capsys):
-  with pytest.raises(ValueError, match=r'1 settings of .* are not supported'):
+  with pytest.raises(ValueError, match=r'1 setting of .* is not supported'):
     expanded('--gin.MODEL_DIR="x"', '--gin.network.T5Config.sparse_layers=2', '--job_log_dir', 'x')
   assert 'network.T5Config.sparse_layers = 2: is not supported' in capsys.readouterr().err
 
@@ -430,7 +435,8 @@ def test_setups_with_unsupported_settings_do_not_start(capsys):
   [
     (['--gin_file', SUMS], '%MODEL_DIR is required: set --gin.MODEL_DIR=VALUE'),
     (['--gin_file', 'none.gin'], 'the gin file none.gin is not found'),
-    (['--gin_file', SUMS, '--gin.TRAIN_STEPS=(3'], 'has a syntax error of gin'),
+    (['--gin_file', SUMS, '--gin.TRAIN_STEPS=(3'], r'--gin.TRAIN_STEPS=\(3 has a syntax error of gin'),
+    (['--gin_file', SUMS, '--gin.MODEL_DIR=runs/one'], """text needs quotes, as in --gin.MODEL_DIR="'runs/one'"\\.$"""),
     (['--gin_file', SUMS, '--gin.MODEL_DIR=[%MODEL_DIR]'], 'the macro %MODEL_DIR refers to itself'),
     (['--gin.TRAIN_STEPS=3'], 'add --gin_file FILE'),
   ],
@@ -438,6 +444,20 @@ def test_setups_with_unsupported_settings_do_not_start(capsys):
 def test_invalid_setups_raise_user_errors(argv, words):
   with pytest.raises(ValueError, match=words):
     expand(flags_of('--mode', 'train', *argv))
+
+
+def test_names_and_scopes_are_resolved_as_by_gin(tmp_path):
+  """Imports are of one file; short names and later bindings win; references without a scope inherit it."""
+  (tmp_path / 'theirs.gin').write_text('from t5x import trainer\ntrainer.Trainer.a = 1')
+  lines = ['from my_lab import trainer', "include 'theirs.gin'", 'my_lab.run.cls = @trainer.Trainer()']
+  lines += ['trainer.Trainer.a = 2', 'my_lab.run.b = @x/y/part()']
+  lines += ['part.inner = @inner', 'x/inner.c = 3', 'inner.c = 4']
+  (tmp_path / 'mine.gin').write_text('\n'.join(lines))
+  root = read_setup(['mine.gin'], ['run.d = 5', 'my_lab.run.d = 6', 'run.e = 8', 'part.e = 7'], [str(tmp_path)])
+  run = root.node('my_lab.run')
+  assert (run.get('cls').selector, run.get('cls').get('a')) == ('my_lab.trainer.Trainer', 2)
+  assert (run.get('b').get('inner').get('c'), run.get('b').get('e')) == (3, 7)
+  assert (run.get('d'), run.get('e'), run.unread()) == (6, 8, [])
 
 
 def test_invalid_gin_files_raise_user_errors(tmp_path):
