@@ -11,10 +11,14 @@ is what rendering this turn adds to rendering the messages before it with the ge
 This requires that the second text begins with the first, and the whole conversation with both, which is checked for
 every conversation. A template that renders a turn differently once other messages follow it, for example without its
 reasoning, is refused.
+
+As in OpenAI's files for fine-tuning, a turn with `"weight": 0` is context: its text is not learned.
 """
 
 from collections.abc import Mapping, Sequence
 import datetime
+import difflib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,8 @@ from spmd_tasks.inputs import ChatTemplate
 
 Spans = list[tuple[int, int]]
 _ASSISTANT = 'assistant'
+_ROLES = ('system', 'developer', 'user', _ASSISTANT, 'tool')  # those that the server accepts
+_SAME_ROLES = {'human': 'user', 'gpt': _ASSISTANT, 'bot': _ASSISTANT, 'model': _ASSISTANT, 'function': 'tool'}
 _MAX_RENDERED = 4_000_000  # messages rendered in total, for some 2,800 turns: the time is quadratic
 _REMEDY = "mark the assistant's text by {% generation %} blocks in the template (chat_template_file=FILE)."
 
@@ -35,9 +41,12 @@ def render_turns(
   variables: Mapping[str, Any],
   now: datetime.datetime | None,
 ) -> tuple[str, Spans]:
-  """Renders a conversation; returns the text, and the (start, end) characters that the assistant wrote, in order.
+  """Renders a conversation; returns the text, and the (start, end) characters of the assistant's turns, in order.
 
-  Raises a UserError if there is no assistant's turn, or if the template does not tell which text is the assistant's.
+  Turns of weight 0 are left out.
+
+  Raises a UserError if there is no assistant's turn, a role is unknown, or the template does not tell which text is the
+  assistant's.
   """
   if not any(message['role'] == _ASSISTANT for message in messages):
     roles = ', '.join(dict.fromkeys(message['role'] for message in messages))
@@ -45,13 +54,34 @@ def render_turns(
       f"the conversation has no message with the role 'assistant', only {roles}: correct the roles, or remove the "
       'conversation.'
     )
-  if template.marks_generation(tools):
-    ((text, spans),) = template.render_each([(messages, False)], tools=tools, variables=variables, now=now)
-    if not spans:
-      raise UserError('the {% generation %} blocks of the chat template are empty for this conversation: correct them.')
-    return text, spans
+  check_roles(template, messages)
   turns = [(index, index + 1) for index, message in enumerate(messages) if message['role'] == _ASSISTANT]
-  return render_spans(template, messages, turns, tools, variables, now)
+  is_learned = [messages[index].get('weight', 1) != 0 for index, _ in turns]
+  if not template.marks_generation(tools):
+    return render_spans(template, messages, list(itertools.compress(turns, is_learned)), tools, variables, now)
+  ((text, spans),) = template.render_each([(messages, False)], tools=tools, variables=variables, now=now)
+  if not spans:
+    raise UserError('the {% generation %} blocks of the chat template are empty for this conversation: correct them.')
+  if all(is_learned):
+    return text, spans
+  if len(spans) != len(turns):
+    raise UserError(
+      f'a message of the assistant has the weight 0, but the {{% generation %}} blocks of the chat template write '
+      f'{len(spans)} texts for {len(turns)} messages: use one block for each message, or remove the weight.'
+    )
+  return text, list(itertools.compress(spans, is_learned))
+
+
+def check_roles(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+  """Raises a UserError for a role that is neither OpenAI's nor in the template, which might leave its message out."""
+  for index, message in enumerate(messages):
+    role = message['role']
+    if role not in _ROLES and not template.mentions(role):
+      near = _SAME_ROLES.get(role) or next(iter(difflib.get_close_matches(role, _ROLES, n=1)), None)
+      raise UserError(
+        f'messages[{index}] has the role {role!r}, which is not one of {", ".join(_ROLES)}, and not in the chat '
+        f'template: correct it{f" to {near!r}" if near else ""}, or give the template a rule for it.'
+      )
 
 
 def render_spans(

@@ -78,6 +78,10 @@ class ConversationInput(TextInput):
     super().__post_init__()
     if self.too_long not in _TOO_LONG:
       raise UserError(f'too_long = {self.too_long!r} must be one of {", ".join(map(repr, _TOO_LONG))}.')
+    if unused := [name for name in self.template_variables if not self.template.mentions(name)]:
+      raise UserError(
+        f'template_variables has {unused[0]!r}, which the chat template does not use: correct it, or leave it out.'
+      )
     self.renderer()
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
@@ -233,7 +237,7 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
   if field not in record:
     raise UserError(
       f'the record has no field {field!r}, only {sorted(record)[:20]}: add messages with role and content, or set '
-      'source.messages_field.'
+      'train_input.source.messages_field.'
     )
   messages = _parsed(record[field], field)
   if not isinstance(messages, list) or not messages:
@@ -245,6 +249,8 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
       raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
     if message.get('content') is None and not message.get('tool_calls') and message['role'] != 'tool':
       raise UserError(f"{where}, with role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
+    if message['role'] == 'assistant' and message.get('weight') not in (None, 0, 1):
+      raise UserError(f"'weight' of {where} must be 0 (not learned) or 1, not {_show(message['weight'])}.")
     if not _is_list_of_objects(message.get('tool_calls') or []):
       raise UserError(f"'tool_calls' of {where} must be a list of objects, not {_show(message['tool_calls'])}.")
     message = normalized_message(message, where)
@@ -273,8 +279,9 @@ def _check_turns_are_not_empty(messages: Sequence[Mapping[str, Any]], field: str
   for index, message in enumerate(messages):
     content = message.get('content')
     is_empty = not (content.strip() if isinstance(content, str) else content)
-    has_more = any(value for name, value in message.items() if name not in ('role', 'content', 'name'))
-    if message['role'] == 'assistant' and is_empty and not has_more:
+    has_more = any(value for name, value in message.items() if name not in ('role', 'content', 'name', 'weight'))
+    is_learned = message['role'] == 'assistant' and message.get('weight', 1) != 0
+    if is_learned and is_empty and not has_more:
       raise UserError(
         f'{field}[{index}] is an empty message of the assistant: remove it, or the model learns to answer nothing.'
       )

@@ -31,7 +31,7 @@ from spmd_tasks.inputs.base import BATCH_DTYPES
 from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
-from spmd_tasks.tuning._assistant_turns import render_spans
+from spmd_tasks.tuning._assistant_turns import check_roles, render_spans
 from spmd_tasks.tuning.conversations import (
   ConversationInput,
   RecordEncoder,
@@ -234,6 +234,7 @@ def _encode_messages(renderer: Renderer, record: Mapping[str, Any], name: str) -
   if not prompt or not answer or answer[-1]['role'] != 'assistant':
     raise UserError(f"{name!r} must end with a message of the assistant after the prompt's messages.")
   tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
+  check_roles(renderer.template, whole)
   turns = [(len(prompt), len(whole))]
   text, spans = render_spans(renderer.template, whole, turns, tools, renderer.variables, renderer.now)
   return renderer.encode(text, spans, ends=True)

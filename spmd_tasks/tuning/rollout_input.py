@@ -29,6 +29,7 @@ from spmd_tasks.inputs.base import BATCH_DTYPES, check_state, empty_batch, langu
 from spmd_tasks.inputs.row_order import order_of_epoch
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.runtime import SamplingParams
+from spmd_tasks.tuning._assistant_turns import check_roles
 from spmd_tasks.tuning.advantages import BASELINES, SCALES
 from spmd_tasks.tuning.conversations import messages_of, tools_of
 from spmd_tasks.tuning.environments import Episode
@@ -235,7 +236,9 @@ class RolloutInput:
     """Returns the text of a record's prompt."""
     if isinstance(record['prompt'], str):
       return record['prompt']
-    return self.template.render(messages_of(record, 'prompt'), tools=tools_of(record, 'tools'))
+    messages = messages_of(record, 'prompt')
+    check_roles(self.template, messages)
+    return self.template.render(messages, tools=tools_of(record, 'tools'))
 
   def epochs(self, state: State) -> float:
     return state['num_read'] / state['num_records']

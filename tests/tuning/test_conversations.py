@@ -95,6 +95,36 @@ def test_all_file_formats_give_the_same_batches(training, tmp_path):
     assert_same(take(dataclasses.replace(settings, source=source))[0], expected)
 
 
+def test_a_variable_that_the_template_does_not_use_is_refused(training):
+  with pytest.raises(ValueError, match="template_variables has 'moood', which the chat template does not use: correct"):
+    dataclasses.replace(training, template_variables={'moood': False})
+
+
+@pytest.mark.parametrize('is_marked', [True, False])
+def test_a_turn_of_weight_0_is_context(training, tmp_path, is_marked):
+  turns = [('q', None), ('first', 0), ('q', None), ('', 0), ('q', None), ('last', 1)]
+  talk = [
+    {'role': 'user', 'content': text} if weight is None else {'role': 'assistant', 'content': text, 'weight': weight}
+    for text, weight in turns
+  ]
+  source = Conversations(pattern=str(write_jsonl(tmp_path / 'weights.jsonl', [talk])))
+  template = TEMPLATE
+  if not is_marked:
+    unmarked = TEMPLATE.template.replace('{% generation %}', '').replace('{% endgeneration %}', '')
+    template = dataclasses.replace(TEMPLATE, template=unmarked + '{% if add_generation_prompt %}<a>{% endif %}')
+  ((text, learned),) = segments(take(once(training, source=source, template=template))[0])
+  assert (text, learned) == (rendered(talk), 'last;')
+
+
+def test_roles_of_the_template_are_known(training, tmp_path):
+  template = dataclasses.replace(TEMPLATE, template='{# critic #}' + TEMPLATE.template)
+  path = write_jsonl(tmp_path / 'roles.jsonl', [[{'role': 'critic', 'content': 'x'}, *TALKS[3]]])
+  training = once(training, source=Conversations(pattern=str(path)))
+  assert next(segments(take(dataclasses.replace(training, template=template))[0]))[0].startswith('<c>x<u>')
+  with pytest.raises(ValueError, match="'critic'"):
+    take(training)
+
+
 def test_tools_and_variables_reach_the_template(training, tmp_path):
   tool = {'type': 'function', 'function': {'name': 'f'}}
   template = dataclasses.replace(
@@ -191,6 +221,10 @@ def talk(**turns):
       r"messages\[0\]\.tool_calls\[0\]\.function\.arguments must be a JSON object, or its text, not '7 °C'",
     ),
     (talk(human='a', gpt='b'), r"no message with the role 'assistant', only human, gpt: correct"),
+    (talk(human='a', assistant='b'), r"messages\[0\] has the role 'human', .* correct it to 'user', or give"),
+    (talk(user='a', asistant='b', assistant='c'), r"the role 'asistant', .* correct it to 'assistant'"),
+    ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', r"'weight' of messages\[0\] must be 0"),
+    ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', 'has no token of the assistant to learn'),
   ],
 )
 def test_the_error_names_an_invalid_record(training, tmp_path, content, message):
@@ -218,7 +252,7 @@ def test_the_error_names_an_invalid_table(training, tmp_path):
 
 def test_positions_of_other_settings_or_content_are_refused(training, tmp_path):
   _, state = take(training, 3)
-  changes = {'too_long': 'skip', 'template_variables': {'a': 1}, 'date': '2020-01-01', 'template': ChatTemplate()}
+  changes = {'too_long': 'skip', 'template_variables': {'role': 1}, 'date': '2020-01-01', 'template': ChatTemplate()}
   for name, value in changes.items():
     with pytest.raises(ValueError, match=r'the saved input state has (too_long|template) = '):
       dataclasses.replace(training, **{name: value}).make_iterator().set_state(state)
