@@ -188,7 +188,13 @@ def resolve_changed(
   experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
-  parts = parts_of(experiment, config.__arguments__)
+  try:
+    parts = parts_of(experiment, config.__arguments__)
+  except UserError:  # perhaps because the name of a field is misspelled
+    for path, text in on_parts:
+      if path[0] not in PARTS:
+        parse_override(_root_of(experiment, {}), path, text)
+    raise
   parts = apply_changes(parts, _check_paths(parts, part_changes))
   # The tree includes the experiment's fields, for the nearest names in errors.
   root = _root_of(experiment, parts)

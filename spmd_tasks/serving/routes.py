@@ -12,6 +12,7 @@ import base64
 import binascii
 from collections.abc import AsyncIterator, Callable
 import contextlib
+import difflib
 import functools
 import hmac
 import importlib.resources
@@ -240,11 +241,20 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
   assert isinstance(error, HTTPException)
-  messages = {404: 'there is no such path.', 405: 'this path does not allow this method.'}
-  message = messages.get(error.status_code, error.detail)
+  message = {405: 'this path does not allow this method.'}.get(error.status_code, error.detail)
+  if error.status_code == 404:
+    message = _no_such_path(request.url.path, [route.path for route in request.app.routes])
   response = error_response(RequestError(message, status=error.status_code))
   response.headers.update(error.headers or {})
   return response
+
+
+def _no_such_path(path: str, served: list[str]) -> str:
+  """Returns the sentence for a path that is not served, with what such a path needs, or else the nearest one."""
+  if path in ROUTES:
+    return f'there is no such path: {path} needs a model of vectors or scores (hf.Scorer), and this one writes text.'
+  near = difflib.get_close_matches(path, served, n=1, cutoff=0.75)
+  return f'there is no such path; nearest: {near[0]!r}.' if near else 'there is no such path.'
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:

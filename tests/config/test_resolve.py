@@ -119,6 +119,22 @@ def test_the_error_about_a_bad_override_has_the_remedy(override, message):
     resolve(Small, [override])
 
 
+class NeedsFolder(Small):
+  folder: str = ''
+
+  def task(self):
+    if not self.folder:
+      raise UserError('folder is not set: --set folder=DIR.')
+    return super().task()
+
+
+def test_a_misspelled_field_is_named_also_if_its_value_is_missed():
+  assert resolve(NeedsFolder, ['folder=models']).experiment.folder == 'models'
+  for override, message in (('foldre=models', "has no 'foldre'. Nearest: folder"), ('task.x=1', 'folder is not set')):
+    with pytest.raises(UserError, match=message):
+      resolve(NeedsFolder, [override])
+
+
 class WithOptax(Small):
   learning_rate: float = 0.01
 

@@ -219,6 +219,18 @@ def test_other_paths_and_methods_are_json_errors(client, method, path, status):
   assert response.json()['error']['message']
 
 
+@pytest.mark.parametrize(
+  'path, message',
+  [
+    ('/chat/completions', "there is no such path; nearest: '/v1/chat/completions'."),
+    ('/v1/embeddings', 'needs a model of vectors or scores (hf.Scorer), and this one writes text.'),
+    ('/a/b', 'there is no such path.'),
+  ],
+)
+def test_an_unknown_path_gets_the_nearest_one(client, path, message):
+  assert client.post(path, json={}).json()['error']['message'].endswith(message)
+
+
 # --- the key ---
 
 

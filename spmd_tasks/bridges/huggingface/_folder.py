@@ -66,7 +66,7 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
   """
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
-  values = read_config(file, 'give a Hugging Face model folder')
+  values = read_config(file, 'give a Hugging Face model folder, or hf://org/name for a model on the hub')
   wrapper, text_type = WRAPPERS.get(str(values.get('model_type')), ('', ''))
   is_text_part = [wrapper] == values.get('architectures')
   try:

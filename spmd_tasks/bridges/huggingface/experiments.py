@@ -84,7 +84,7 @@ class PretrainedLanguageModel(TextTraining):
   def open_folder(self) -> Folder:
     """Returns the folder of any model."""
     if not self.model:
-      raise UserError('model is not set: --set model=FOLDER, a Hugging Face model folder.')
+      raise UserError('model is not set: --set model=FOLDER, a Hugging Face model folder, or hf://org/name.')
     return self._opened_folder
 
   @functools.cached_property
