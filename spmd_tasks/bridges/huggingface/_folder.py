@@ -195,9 +195,7 @@ class Folder:
     if not tensor_names(self.path):
       return False
     tensors, names = self._named_tensors(), self.family.names
-    return (
-      names.head in tensors and names.table in tensors and not _are_equal(tensors[names.head], tensors[names.table])
-    )
+    return names.head in tensors and names.table in tensors and not are_equal(tensors[names.head], tensors[names.table])
 
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:
@@ -208,7 +206,7 @@ class Folder:
     others = self.unused_nextn_tensors.keys() | self.nextn_copies.keys() | self.constants.keys()
     tensors = {name: tensor for name, tensor in self._all_tensors[0].items() if name not in others}
     for name, first in self.nextn_copies.items():
-      if first in tensors and not _are_equal(self._all_tensors[0][name], tensors[first]):
+      if first in tensors and not are_equal(self._all_tensors[0][name], tensors[first]):
         raise UserError(
           f'{self.path} has {name}, which differs from {first}, but multi-token prediction heads must share it: leave '
           'them out with num_nextn_predict_layers=0.'
@@ -273,7 +271,7 @@ class Folder:
       if (copy := tensors.pop(name, None)) is None:
         continue
       first = tensors.setdefault(table, copy)
-      if not _are_equal(first, copy):
+      if not are_equal(first, copy):
         raise UserError(
           f'{self.path} has {name}, which differs from {table}, but the model has one embedding table: tie them '
           "(model.set_input_embeddings(model.shared) of transformers' model), and save it again."
@@ -346,7 +344,7 @@ class Folder:
       )
 
 
-def _are_equal(first: LazyArray, second: LazyArray) -> bool:
+def are_equal(first: LazyArray, second: LazyArray) -> bool:
   """Whether two tensors have equal values; compares a thousand rows at a time."""
   if first.shape != second.shape:
     return False

@@ -38,7 +38,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array, place_on_mesh
 from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
 from spmd_tasks.bridges.huggingface._describe import model_slots
-from spmd_tasks.bridges.huggingface._folder import Folder, read_config
+from spmd_tasks.bridges.huggingface._folder import Folder, are_equal, read_config
 from spmd_tasks.bridges.huggingface._patterns import NumberByPattern
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, new_folder, read_file, write_tensors
 from spmd_tasks.bridges.huggingface._tensors import gpt2_rules
@@ -67,8 +67,13 @@ _TYPES = {
 # Values of `init_lora_weights` with which `peft` does not change the base when it loads the adapter. With pissa, olora,
 # corda, loftq and lora_ga, it does.
 _PLAIN_INITS = (True, False, None, 'gaussian', 'orthogonal', 'eva', 'mica')
+_MERGE = (
+  'merge them with PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and use that '
+  'folder as the model'
+)
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
+_BASE_COPY = re.compile(r'base_model\.model\.(.+)\.base_layer\.weight')  # `peft` saves an adapted lm_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,13 +218,12 @@ def _read_config(file: Path) -> dict[str, Any]:
       "'none'."
     )
   if unknown := sorted(key for key, value in config.items() if value and key not in _KNOWN_KEYS):
-    raise UserError(f'{file} has {unknown[0]:.60} = {config[unknown[0]]!r:.60}, which is not supported.')
+    raise UserError(f'{file} has {unknown[0]:.60} = {config[unknown[0]]!r:.60}, which is not supported: {_MERGE}.')
   init = config.get('init_lora_weights')
   if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
     raise UserError(
       f'{file} has init_lora_weights = {init!r:.60}, with which `peft` changes the base when it loads the adapter: '
-      'merge them with PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and use '
-      'that folder as the model.'
+      f'{_MERGE}.'
     )
   for key, kind in _TYPES.items():
     if not isinstance(config.get(key), kind | None):
@@ -257,15 +261,21 @@ class AdapterFolder:
     return default if number is None else number
 
   @functools.cached_property
+  def _all_tensors(self) -> dict[str, LazyArray]:
+    return read_file(self.path / TENSORS_FILE)
+
+  @functools.cached_property
   def _tensors(self) -> dict[str, dict[str, LazyArray]]:
     """Maps a module's name to its tensors 'lora_A', 'lora_B' and, with DoRA, 'lora_magnitude_vector'."""
     by_prefix: dict[str, dict[str, LazyArray]] = {}
-    for name, tensor in read_file(self.path / TENSORS_FILE).items():
+    for name, tensor in self._all_tensors.items():
+      if _BASE_COPY.fullmatch(name):
+        continue
       match = _TENSOR.fullmatch(name)
       if match is None or tensor.dtype.kind not in 'fV':  # V: bfloat16 and other extension dtypes
         raise UserError(
           f'{self.path / TENSORS_FILE} has {name} in {tensor.dtype}, which must be a floating LoRA tensor of a Linear '
-          'or of experts.'
+          f'or of experts: {_MERGE}.'
         )
       by_prefix.setdefault(match[1], {})[match[2] or match[3]] = tensor
     if not by_prefix:
@@ -294,8 +304,10 @@ class AdapterFolder:
   def adapters(self, base: Folder) -> dict[str, LowRankAdapter]:
     """Returns the settings of the adapters, by the names of our kernels.
 
-    Raises a UserError if the base lacks an adapted module, or layers that are scanned together have different settings.
+    Raises a UserError if the base lacks an adapted module, layers that are scanned together have different settings, or
+    the folder has a kernel of another base.
     """
+    self._check_base_copies(base)
     adapters: dict[str, LowRankAdapter] = {}
     for module, parts in self._adapted_modules(base):
       rank = module.rank(parts['lora_A'].shape[0])
@@ -318,6 +330,18 @@ class AdapterFolder:
             'same for all layers.'
           )
     return adapters
+
+  def _check_base_copies(self, base: Folder) -> None:
+    """Raises a UserError if a kernel of the base that the folder repeats is not the base's."""
+    for name, copy in self._all_tensors.items():
+      if (match := _BASE_COPY.fullmatch(name)) is None:
+        continue
+      kernel = base.tensors.get(base.family.full_name(f'{match[1]}.weight', base.decoder))
+      if kernel is None or not are_equal(kernel.astype(copy.dtype), copy):
+        raise UserError(
+          f'{self.path} has {match[1]}.base_layer.weight, which differs from the kernel of {base.path}: give the base '
+          f'that the adapter was trained on, or {_MERGE}.'
+        )
 
   def lacks_layers(self, base: Folder) -> bool:
     """Whether some layers of an adapted weight have no adapter (`layers_to_transform` of `peft`)."""

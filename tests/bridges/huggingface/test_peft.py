@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+import types
 import zlib
 
 import fiddle as fdl
@@ -249,6 +250,44 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   merged_model, problems = load_reference(tmp_path / 'merged', 'float32')
   assert not problems
   assert_close(logits_of(merged_model.double()), logits_of(loaded), 1e-4 if name in LOW_LEARNING_RATES else 1e-5)
+
+
+@pytest.fixture(scope='module')
+def with_head(tmp_path_factory):
+  """A base and an adapter of its lm_head, beside which `peft` saves the kernel of the base."""
+  import peft
+  import torch
+
+  directory = tmp_path_factory.mktemp('with_head')
+  base = Reference('llama', directory)
+  config = peft.LoraConfig(r=4, target_modules=['q_proj', 'lm_head'], init_lora_weights=False, task_type='CAUSAL_LM')
+  torch.manual_seed(1)
+  model = peft.get_peft_model(copy.deepcopy(base.model), config)
+  model.save_pretrained(directory / 'adapter')
+  return types.SimpleNamespace(base=base, adapter=directory / 'adapter', learning_rate=0.1, logits=logits_of(model))
+
+
+def test_an_adapter_of_the_head(with_head, tmp_path):
+  assert 'base_model.model.lm_head.base_layer.weight' in tensors_of(with_head.adapter)
+  model, _ = partitioned(with_head, (1, 1, 1))
+  state = state_from_folder(model, open_folder(with_head.base.path), 0, str(with_head.adapter))
+  step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
+  ids = step.place({'ids': random_ids().astype(np.int32)})
+  assert_close(np.asarray(step(state.variables, ids)['logits']), with_head.logits, 1e-4)
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'float32'])
+def test_an_adapter_with_a_head_of_another_base_is_refused(dtype, with_head, tmp_path):
+  shutil.copytree(with_head.adapter, tmp_path, dirs_exist_ok=True)
+  tensors, name = tensors_of(with_head.adapter), 'base_model.model.lm_head.base_layer.weight'
+  head = tensors[name]
+  base = open_folder(with_head.base.path)
+  save_file(tensors | {name: head.astype(dtype)}, tmp_path / 'adapter_model.safetensors')
+  assert any('softmax' in weight for weight in open_adapter(tmp_path).adapters(base))
+  for other in (head * 1.01, head[:-1]):
+    save_file(tensors | {name: other.astype(dtype)}, tmp_path / 'adapter_model.safetensors')
+    with pytest.raises(UserError, match=r'lm_head\.base_layer\.weight, which differs from .*merge_and_unload'):
+      open_adapter(tmp_path).adapters(base)
 
 
 def perturb(path, weight):
