@@ -64,9 +64,8 @@ def evaluate(
       compile_steps = functools.partial(evaluator.compile, needs_examples=writes_examples)
       for variables, restored, place in reader.checkpoints(compile_steps, step=step, watch=watch, poll_s=poll_s):
         origin = '' if place is None else f' of {place}'
-        num_finished = 0
-        on_batch = functools.partial(reader.watchdog.beat, restored, 'eval')
-        for name, metrics in evaluator.evaluate(variables, restored, on_batch, reader.guard.should_stop):
+        on_batch = functools.partial(reader.beat, restored, 'eval')
+        for name, metrics in evaluator.evaluate(variables, restored, on_batch):
           is_recorded = evaluator.is_recorded(name, restored, place)
           note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
           progress.message(f'step {restored}{origin}  eval {name}: {format_metrics(metrics)}{note}')
@@ -74,9 +73,6 @@ def evaluate(
             evaluator.record(name, restored, metrics, place)
           if writes_examples:
             _write_examples(job_log_dir / 'eval' / name / f'step_{restored}.jsonl', evaluator.examples[name])
-          num_finished += 1
-        if num_finished < len(evaluator.names):
-          raise PreemptedError
       return exit_codes.OK
     except PreemptedError:
       progress.message(f'{reader.guard.cause}: the same command evaluates again.')

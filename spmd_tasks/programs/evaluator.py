@@ -14,7 +14,6 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.comparison import refuse_differences
-from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors
@@ -110,25 +109,17 @@ class Evaluator:
       self._judges.compile()
 
   def evaluate(
-    self,
-    variables: Any,
-    step: int,
-    on_batch: Callable[[], None] = lambda: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    self, variables: Any, step: int, on_batch: Callable[[], None] = lambda: None
   ) -> Iterator[tuple[str, dict[str, Metric]]]:
-    """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
+    """Yields (eval set, its metrics) for each set.
 
     Args:
       variables: the model's, padded, on the mesh.
       step: the train step of the variables.
-      on_batch: called after every launched batch.
-      should_stop: asked before every batch.
+      on_batch: called before every batch, and by judges before every step of the generation; may raise to stop.
     """
     for name in self.names:
-      metrics = self._evaluate_set(name, variables, step, on_batch, should_stop)
-      if metrics is None:
-        return
-      yield name, metrics
+      yield name, self._evaluate_set(name, variables, step, on_batch)
 
   def record(self, name: str, step: int, metrics: Mapping[str, Metric], place: str | None = None) -> None:
     """Appends a set's metrics of train step `step` to its file; the last line of a step counts.
@@ -169,10 +160,7 @@ class Evaluator:
     is_whole = getattr(eval_set, 'gives_whole_batches', False)  # of plain data (inputs/batches.py)
     return eval_set.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
 
-  def _evaluate_set(
-    self, name: str, variables: Any, step: int, on_batch: Callable[[], None], should_stop: Callable[[], bool]
-  ) -> dict[str, Metric] | None:
-    """Returns the set's metrics; None if `should_stop` ended the evaluation."""
+  def _evaluate_set(self, name: str, variables: Any, step: int, on_batch: Callable[[], None]) -> dict[str, Metric]:
     iterator = self._iterators.pop(name, None) or self._make_iterator(name)
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
@@ -180,8 +168,7 @@ class Evaluator:
     place = functools.partial(self._place, name)
     with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
       for (eval_step, batch), _ in batches:
-        if should_stop():
-          return None
+        on_batch()
         if num_launched == self._limit_batches:
           logging.warning(
             'eval set %r has more than eval_limit_batches = %d batches, of which only these are evaluated: give a set '
@@ -195,7 +182,6 @@ class Evaluator:
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched
-        on_batch()
     if in_flight is None:
       raise UserError(
         f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
@@ -215,10 +201,7 @@ class Evaluator:
     self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
     if self._judges is None:
       return metrics
-    try:
-      judged = self._judges.metrics(name, variables, step, outputs, on_batch, should_stop)
-    except PreemptedError:
-      return None
+    judged = self._judges.metrics(name, variables, step, outputs, on_batch)
     return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
 
   @contextlib.contextmanager

@@ -240,6 +240,12 @@ class TrainRun:
     """Whether SIGTERM or Ctrl-C asks the job to end. Calls are counted: processes must call it at the same points."""
     return self.guard.should_stop()
 
+  def beat(self, activity: str) -> None:
+    """Called before each part of an activity, such as a batch of an eval. Raises PreemptedError if `should_stop()`."""
+    self.watchdog.beat(self.step, activity)
+    if self.should_stop():
+      raise PreemptedError
+
   def end_early(self, reason: str) -> None:
     """Ends the job after this step, or after the next one if it is launched already.
 
@@ -623,8 +629,8 @@ class Evaluate(TrainHook):
     run.stack.callback(self._evaluator.close)
 
   def before_loop(self, run: TrainRun) -> None:
-    if self._evals_were_interrupted(run) and not self._evaluate(run):
-      raise PreemptedError
+    if self._evals_were_interrupted(run):
+      self._evaluate(run)
 
   def needs_state(self, step: int) -> bool:
     return is_multiple(step, self._every_steps)
@@ -635,11 +641,12 @@ class Evaluate(TrainHook):
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     if is_multiple(outcome.step, self._every_steps):
-      self._evaluate(run)
+      with contextlib.suppress(PreemptedError):
+        self._evaluate(run)
 
   def finish(self, run: TrainRun) -> None:
-    if run.evals.step != run.step and not self._evaluate(run):
-      raise PreemptedError
+    if run.evals.step != run.step:
+      self._evaluate(run)
 
   def _evals_were_interrupted(self, run: TrainRun) -> bool:
     """Returns whether evals were due at the restored step, and some are not recorded."""
@@ -652,23 +659,19 @@ class Evaluate(TrainHook):
       limit_s=run.limit_s,
     )
 
-  def _evaluate(self, run: TrainRun) -> bool:
-    """Evaluates all sets; returns False if SIGTERM came before the last set was finished."""
+  def _evaluate(self, run: TrainRun) -> None:
+    """Evaluates all sets. Raises PreemptedError if SIGTERM came before the last set was finished."""
     evals, start = {}, time.perf_counter()
     with run.timed('eval', 'evaluation'):
       variables = run.model.task.evaluation_variables(run.state)
-      on_batch = functools.partial(run.watchdog.beat, run.step, 'eval')
-      for name, metrics in self._evaluator.evaluate(variables, run.step, on_batch, run.should_stop):
+      for name, metrics in self._evaluator.evaluate(variables, run.step, functools.partial(run.beat, 'eval')):
         if run.step > run.first_step or not self._evaluator.is_recorded(name, run.step):
           self._evaluator.record(name, run.step, metrics)
         run.message(f'step {run.step}  eval {name}: ' + format_metrics(metrics))
         evals[name] = metrics
-    if len(evals) < len(self._evaluator.names):
-      return False
     run.evals = NewestEvals(
       run.step, evals, time.perf_counter() - start, dict(self._evaluator.examples), dict(self._evaluator.media)
     )
-    return True
 
 
 class Sample(TrainHook):
@@ -705,13 +708,9 @@ class Sample(TrainHook):
     """Writes the texts of the step unless they are written. Raises PreemptedError if SIGTERM came first."""
     if not is_multiple(run.step, self._every_steps) or self._writer.newest_step == run.step:
       return
-
-    def on_step() -> None:
-      if run.should_stop():
-        raise PreemptedError
-
     with run.timed('sample', 'evaluation'):
-      self._writer.sample(run.model.task.decoding_variables(run.state), run.step, on_step)
+      variables = run.model.task.decoding_variables(run.state)
+      self._writer.sample(variables, run.step, functools.partial(run.beat, 'sample'))
     run.message(f'step {run.step}  samples: in {self._writer.path}')
 
 

@@ -10,7 +10,6 @@ from spmd_tasks.activity import doing
 from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.generation import complete_all
 from spmd_tasks.decoding.prompts import PromptTokenizer
-from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers.losses import StepOutputs
@@ -74,19 +73,12 @@ class Judges:
     variables: Variables,
     step: int,
     outputs: list[StepOutputs],
-    on_batch: Callable[[], None],
-    should_stop: Callable[[], bool],
+    on_step: Callable[[], None],
   ) -> dict[str, float]:
     """Returns the metrics of a set's judge, {} without one; `variables` are padded; they are not donated.
 
-    Raises PreemptedError if `should_stop`, called after each step of the generation, returns True.
+    Calls `on_step`, which may raise, in each step of the generation.
     """
-
-    def on_step() -> None:
-      on_batch()
-      if should_stop():
-        raise PreemptedError
-
     judge, texts, scores = self._judges.get(name), None, None
     if judge is None:
       return {}

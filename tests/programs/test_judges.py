@@ -15,5 +15,5 @@ class NamesByNumber:
 def test_a_metric_without_a_name_is_refused():
   judges = Judges(None, None, {'valid': NamesByNumber()})
   with pytest.raises(ValueError, match="judge of eval set 'valid' returned a metric with the name 1: give a string"):
-    judges.metrics('valid', {}, 0, [], lambda: None, lambda: False)
-  assert judges.metrics('another', {}, 0, [], lambda: None, lambda: False) == {}
+    judges.metrics('valid', {}, 0, [], lambda: None)
+  assert judges.metrics('another', {}, 0, [], lambda: None) == {}

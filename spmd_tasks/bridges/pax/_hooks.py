@@ -51,18 +51,12 @@ class DecodeInTraining(TrainHook):
         'task.train.decode_use_ema_states requires averaged weights: set task.train.learner.optimizer.ema_decay, such '
         'as 0.9999.'
       )
-
-    def on_batch() -> None:
-      run.watchdog.beat(run.step, 'decode')
-      if run.should_stop():
-        raise PreemptedError
-
     self._decoder: Any = PaxDecoder(
       run.model,
       cast(Any, run.job.decode_inputs),
       run.job_log_dir,
       trackers=run.experiment.trackers,
-      on_batch=on_batch,
+      on_batch=lambda: run.beat('decode'),
       report=lambda text: run.message(text),
       in_training=True,
     )
