@@ -131,11 +131,6 @@ class BaseLearner(Protocol):
     """Called with a new model's variables by collection. Raises a UserError if the learner lacks one."""
     del variables
 
-  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
-    """Returns whether `evaluation_weights` returns the trained weights. The state may be abstract."""
-    del state
-    return not averaged
-
   def ema_decay_at(self, step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Returns the decay of averages in the update at a step, if the learner has averages."""
     del step
@@ -232,10 +227,6 @@ class Learner(BaseLearner):
   def ema_decay_at(self, step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     decay = super().ema_decay_at(step)
     return jnp.minimum(decay, (1 + step) / (10 + step)) if self.ema_warmup else decay
-
-  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
-    """Returns whether `evaluation_weights` returns the trained weights. The state may be abstract."""
-    return not averaged and not has_evaluation_weights(state.opt_state)
 
   def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
     """Returns the weights to evaluate: if `averaged` the moving average, else the weights that the optimizer evaluates.

@@ -204,7 +204,7 @@ class PartitionedModel:
     return self._evaluation_step('forward_step', input_spec, self.task.predict)
 
   def _evaluation_step(self, *arguments: Any) -> 'EvaluationStep':
-    return EvaluationStep(self, self.batch_step(*arguments))
+    return EvaluationStep(self.task, self.batch_step(*arguments))
 
   def true_variables(self, padded_variables: Variables) -> Variables:
     """Slices the padding off the model's variables. Call it inside a compiled step and a `sharding_scope`."""
@@ -303,27 +303,19 @@ class PartitionedModel:
 class EvaluationStep(CompiledStep):
   """A step on the variables to evaluate, which may differ from the trained ones (averages, some optimizers)."""
 
-  def __init__(self, model: PartitionedModel, step: CompiledStep):
+  def __init__(self, task: BaseTask, step: CompiledStep):
     super().__init__(step._jitted, step._abstract_arguments, step.layout)
-    self._model = model
+    self._task = task
 
-  def __call__(self, state: TrainState | Variables, batch: Any, *arguments: Any) -> Any:
-    """Runs the step on a TrainState, or on variables if the task evaluates the weights that it trains.
-
-    Raises a UserError for variables of a task that evaluates other weights than it trains.
-    """
-    task = self._model.task
-    if isinstance(state, TrainState):
-      takes_step = len(self._abstract_arguments) > 2  # an eval step does, a forward step does not
-      if takes_step and not arguments:
-        arguments = (state.step,)
-      return super().__call__(task.evaluation_variables(state), batch, *arguments)
-    if not task.evaluates_trained_weights(self._model.abstract_state):
+  def __call__(self, state: TrainState, batch: Any) -> Any:
+    """Runs the step on what the task evaluates of a TrainState. Raises a UserError for anything else."""
+    if not isinstance(state, TrainState):
       raise UserError(
-        f'the {self._name} needs a TrainState, not variables, because the task evaluates other weights than it trains: '
-        'pass the state, or pass evaluation variables to with_variables().'
+        f'the {self._name} needs a TrainState, not a {type(state).__name__}, because a task may evaluate other weights '
+        'than it trains: pass the state, or pass evaluation variables to with_variables().'
       )
-    return self.with_variables(state, batch, *arguments)
+    takes_step = len(self._abstract_arguments) > 2  # an eval step does, a forward step does not
+    return self.with_variables(self._task.evaluation_variables(state), batch, *([state.step] if takes_step else []))
 
   def with_variables(self, variables: Variables, batch: Any, *arguments: Any) -> Any:
     """Runs the step on variables, such as `task.evaluation_variables(state)` or restored ones.

@@ -171,11 +171,6 @@ class BaseTask(Protocol):
     """Returns the variables to evaluate, with raw or averaged weights. `state` may be abstract."""
     return state.variables
 
-  def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Returns whether `evaluation_variables(state)` is `state.variables`. `state` may be abstract."""
-    del state
-    return True
-
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables to generate text with."""
     return self.evaluation_variables(state)
@@ -406,10 +401,6 @@ class Task(BaseTask):
     others = state.non_trainable
     averages = {name: others[f'{_AVERAGE_PREFIX}{name}'] for name in self._averaged_collections(others)}
     return state.variables | averages | {'params': weights}
-
-  def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Returns whether `evaluation_variables(state)` is `state.variables`. `state` may be abstract."""
-    return self.learner.evaluates_trained_weights(state.learner, averaged=self.eval_with_ema)
 
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables to generate text with."""

@@ -47,9 +47,6 @@ class _GradientRecorder(BaseLearner):
   def ema_decay_at(self, step: Any) -> Any:
     return self.learner.ema_decay_at(step)
 
-  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
-    return self.learner.evaluates_trained_weights(state, averaged=averaged)
-
   def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
     return self.learner.evaluation_weights(state, weights, averaged=averaged)
 

@@ -190,7 +190,7 @@ def test_the_average_of_schedule_free_is_restored_and_evaluated(shape, tmp_path)
   for averages in (step.with_variables(restored, placed, jnp.int32(5)), step(state, placed)):
     np.testing.assert_allclose(averages['loss'].compute(), expected, rtol=1e-5)
   with pytest.raises(UserError, match=r'needs a TrainState.*: pass the state'):
-    step(state.variables, placed, jnp.int32(5))
+    step(state.variables, placed)
 
 
 def test_a_pipeline_refuses_blocks_with_other_variables():

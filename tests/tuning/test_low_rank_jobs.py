@@ -51,7 +51,7 @@ def test_it_starts_with_the_numbers_of_its_base_bit_for_bit(base, logits):
     model = partition_job(resolve(experiment, [f'model={base}']).build())
     step = model.forward_step({'ids': jax.ShapeDtypeStruct(IDS.shape, np.int32)})
     state = state_from_folder(model, open_folder(base), 0)
-    at_start[experiment] = np.asarray(step(state.variables, step.place({'ids': IDS.astype(np.int32)}))['logits'])
+    at_start[experiment] = np.asarray(step(state, step.place({'ids': IDS.astype(np.int32)}))['logits'])
   np.testing.assert_array_equal(*at_start.values())
   assert np.abs(logits - at_start[JOB]).max() > 1e-3  # after training
 

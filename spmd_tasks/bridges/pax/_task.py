@@ -249,10 +249,6 @@ class PaxTask(BaseTask):
     """Returns the variables to evaluate: the trained ones, or the optimizer's averages."""
     return self.averaged_variables(state) if self.eval_with_ema else state.variables
 
-  def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Whether `evaluation_variables` returns `state.variables`."""
-    return not self.eval_with_ema
-
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables to decode with, as in Paxml: the averages if the optimizer has them."""
     return self.averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables

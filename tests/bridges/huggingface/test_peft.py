@@ -224,7 +224,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   state = state_from_folder(model, open_folder(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = random_ids().astype(np.int32)
-  assert_close(np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
+  assert_close(np.asarray(step(state, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
 
   assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
   batch = batch_of(job)
@@ -243,7 +243,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
     assert_close(ours[key], value, 5e-3, key)  # Adam divides by the square root of tiny gradients
   # In float64, because the float32 error of torch reaches 8e-5.
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), target).eval().double()
-  assert_close(logits_of(loaded), np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), 1e-4)
+  assert_close(logits_of(loaded), np.asarray(step(state, step.place({'ids': ids}))['logits']), 1e-4)
 
   merged = weights_on_mesh(model, merge_adapters(model, state.weights))
   export_folder(tmp_path / 'merged', model.task.model, merged, origin=base)
@@ -319,7 +319,7 @@ def test_fused_modules(name, sizes, reference, tmp_path):
   state = state_from_folder(model, open_folder(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = step.place({'ids': random_ids().astype(np.int32)})
-  assert_close(np.asarray(step(state.variables, ids)['logits']), theirs.first_logits, 1e-4)
+  assert_close(np.asarray(step(state, ids)['logits']), theirs.first_logits, 1e-4)
   assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
 
   export_adapter(tmp_path / 'first', model.task.model, weights_on_mesh(model, state.weights), base=base, digest='')
@@ -331,13 +331,13 @@ def test_fused_modules(name, sizes, reference, tmp_path):
   state = state.replace(weights=jax.tree_util.tree_map_with_path(perturb, state.weights))
   digest = folder_digest(str(theirs.base.path))  # checked when the adapter is read again
   export_adapter(tmp_path / 'ours', model.task.model, weights_on_mesh(model, state.weights), base=base, digest=digest)
-  expected = np.asarray(step(state.variables, ids)['logits'])
+  expected = np.asarray(step(state, ids)['logits'])
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), tmp_path / 'ours').eval()
   assert_close(logits_of(loaded), expected, 1e-4)
   again, _ = partitioned(theirs, sizes, f'adapter={tmp_path / "ours"}')
   state = state_from_folder(again, open_folder(theirs.base.path), 0, str(tmp_path / 'ours'))
   step = again.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
-  assert_close(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
+  assert_close(np.asarray(step(state, ids)['logits']), expected, 1e-5)
 
 
 # Values with which `peft` changes the base when it loads an adapter; corda, loftq and lora_ga cannot be created here.
