@@ -88,9 +88,11 @@ class ReplayHook(TrainHook):
     digests: step -> (replayed, saved) digests of the state, for the steps of which `reference` has a checkpoint.
   """
 
-  def __init__(self, *, directory: epath.Path, reference: epath.Path, first: int, last: int):
+  def __init__(
+    self, *, directory: epath.Path, reference: epath.Path, first: int, last: int, compares_states: bool = True
+  ):
     self._directory, self._reference = directory, reference
-    self._first, self._last = first, last
+    self._first, self._last, self._compares_states = first, last, compares_states
     self._saved: dict[int, Digests] = {}
     self._position: Any = None
     self.checkpoint = 0
@@ -105,7 +107,7 @@ class ReplayHook(TrainHook):
 
   def restore(self, run: TrainRun, newest_checkpoint: int) -> FirstState | None:
     with _open_checkpoints(self._reference) as reference:
-      for step in _checkpoint_steps(reference):
+      for step in _checkpoint_steps(reference) if self._compares_states else ():
         if self._first <= step <= self._last:
           restored = reference.restore(self._part(run.model.canonical_state), step)
           self._saved[step] = tree_digests(restored.state, run.limit_s)
@@ -181,6 +183,7 @@ def _checkpoint_steps(checkpointer: Any) -> list[int]:
   return primary_decides(checkpointer.all_steps, 'replay_steps', limit_s=LOOK_LIMIT_S)
 
 
+_ROUNDING = 1e-5  # relative difference of a metric between meshes, a few steps after a checkpoint
 _SHOWN_PLACES = 10  # of values that are not finite
 _KINDS = ('weights', 'gradients', 'activations', 'updates')  # the statistics of an attempt
 
@@ -200,9 +203,13 @@ def run(command: Command) -> int:
     if flags.metric is not None and not any(flags.metric in line for line in recorded.values()):
       names = sorted({name for line in recorded.values() for name in line})
       raise UserError(f'--metric {flags.metric!r} is not in {reference / METRICS_FILE}: use one of {", ".join(names)}.')
+    tolerance = flags.tolerance or 0.0
     settings = {'directory': opened.directory, 'reference': reference, 'first': first, 'last': last}
-    compare = functools.partial(differences, metric=flags.metric, tolerance=flags.tolerance or 0.0)
-    report = (_inspect_step if flags.step is not None else _compare_steps)(opened, settings, recorded, compare)
+    settings['compares_states'] = not tolerance  # metrics within a tolerance come from states with other bits
+    compare = functools.partial(differences, metric=flags.metric, tolerance=tolerance)
+    agreement = _agreement(flags.metric, tolerance)
+    inspect = _inspect_step if flags.step is not None else _compare_steps
+    report = inspect(opened, settings, recorded, compare, agreement)
     if flags.out is not None and is_primary():
       path = absolute_path(flags.out)
       with storage_errors(path):
@@ -260,7 +267,7 @@ class InspectStep(ReplayHook):
 
 
 def _inspect_step(
-  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any
+  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any, agreement: str
 ) -> dict[str, Any]:
   """Replays one step; prints and returns the report."""
   hook, step = InspectStep(**settings), settings['first']
@@ -281,7 +288,7 @@ def _inspect_step(
       _print(f'gradients and activations are not available for a {type(opened.job.task).__name__}')
   if stopped is not None:
     _print(f'the job does not reach step {step}: {stopped}')
-  _print(_describe(report, step))
+  _print(_describe(report, step, agreement))
   return report
 
 
@@ -300,7 +307,7 @@ class CompareSteps(ReplayHook):
 
 
 def _compare_steps(
-  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any
+  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any, agreement: str
 ) -> dict[str, Any]:
   """Replays several steps; prints and returns the report."""
   hook = CompareSteps(recorded, compare, **settings)
@@ -311,7 +318,7 @@ def _compare_steps(
   report |= {'steps': hook.steps, 'departs': first is not None or stopped is not None}
   report |= {'first_departure': None if first is None else first['step']}
   if first is not None:
-    _print(_describe(first, first['step']))
+    _print(_describe(first, first['step'], agreement))
     _print(f'step {first["step"]} is the first that differs; inspect it with --step {first["step"]}')
   elif stopped is not None:
     _print(f'the job cannot continue: {stopped}')
@@ -319,8 +326,8 @@ def _compare_steps(
     num_recorded = sum(step['is_recorded'] for step in hook.steps)
     states = f', and so does the state at the checkpoints of steps {sorted(hook.digests)}' * bool(hook.digests)
     _print(
-      f'steps {settings["first"]} to {settings["last"]}, from {_origin(hook)}: every bit of the metrics of '
-      f'{num_recorded} recorded steps agrees{states}'
+      f'steps {settings["first"]} to {settings["last"]}, from {_origin(hook)}: {agreement} in '
+      f'{num_recorded} recorded steps{states}'
     )
   return report
 
@@ -353,6 +360,14 @@ def _agree(own: Metric, other: Metric | None, tolerance: float) -> bool:
   )
 
 
+def _agreement(metric: str | None, tolerance: float) -> str:
+  """Returns words for a step that does not differ: what was compared, and how closely."""
+  subject = 'the metrics' if metric is None else f'the metric {metric}'
+  if tolerance:
+    return f'{subject} agree{"s" * (metric is not None)} within a relative difference of {tolerance:g}'
+  return f'every bit of {subject} agrees'
+
+
 def _comparison(
   hook: ReplayHook, step: int, metrics: Metrics, recorded: Mapping[int, Metrics], compare: Any
 ) -> dict[str, Any]:
@@ -370,7 +385,7 @@ def _comparison(
   return comparison
 
 
-def _describe(comparison: dict[str, Any], step: int) -> str:
+def _describe(comparison: dict[str, Any], step: int, agreement: str) -> str:
   """Returns lines that tell how a step compares with the record."""
   metrics, leaves = comparison['metrics'], comparison.get('different_leaves')
   if not metrics:
@@ -381,9 +396,14 @@ def _describe(comparison: dict[str, Any], step: int) -> str:
     lines = [f'step {step} differs from the record:']
     differences = comparison['differences'].items()
     lines += [f'  {name}: replayed {replayed}, recorded {recorded}' for name, (replayed, recorded) in differences]
+    if all(_agree(replayed, recorded, _ROUNDING) for replayed, recorded in comparison['differences'].values()):
+      lines.append(
+        f'  These differences have the size of rounding, as between two meshes: give --ici_mesh_shape the mesh that '
+        f'trained step {step}, or allow them by --tolerance {_ROUNDING:g}'
+      )
   else:
     values = ', '.join(f'{name} {metrics[name]}' for name in ('loss', 'grad_norm') if name in metrics)
-    lines = [f'step {step}: every bit of the metrics agrees with the record ({values})']
+    lines = [f'step {step}: {agreement} with the record ({values})']
   if leaves:
     lines.append(
       f'step {step}: the state ({comparison["digest"]}) differs from the checkpoint ({comparison["saved_digest"]}) in '

@@ -118,8 +118,8 @@ def test_gradients_need_no_state_of_the_learner(learner):
   )
 
 
-def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
-  """A flipped bit in the checkpoint is found."""
+def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path, capsys):
+  """A flipped bit in the checkpoint is found, unless a tolerance allows other bits."""
   code, report = replay(dense, tmp_path / 'out.json', '--from', 6, '--to', 6)
   (step,) = report['steps']
   assert (code, step['different_leaves'], step['digest']) == (exit_codes.OK, [], step['saved_digest'])
@@ -136,6 +136,10 @@ def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
   (step,) = report['steps']
   assert (code, step['differences']) == (exit_codes.FAILED, {})
   assert step['different_leaves'] == ['weights/final_norm/scale']
+  capsys.readouterr()
+  code, report = replay(dense, tmp_path / 'out.json', '--step', 6, '--against', other, '--tolerance', '1e-6')
+  assert (code, report['departs']) == (exit_codes.OK, False)
+  assert 'the metrics agree within a relative difference of 1e-06 with the record' in capsys.readouterr().out
 
 
 def test_the_first_step_that_differs_is_found(dense, tmp_path, capsys):
@@ -149,7 +153,9 @@ def test_the_first_step_that_differs_is_found(dense, tmp_path, capsys):
   assert (code, report['first_departure'], report['checkpoint']) == (exit_codes.FAILED, 6, 2)
   assert list(report['steps'][-1]['differences']) == ['loss']
   assert len(report['steps']) == 4
-  assert 'step 6 is the first that differs' in capsys.readouterr().out
+  shown = capsys.readouterr().out
+  assert 'step 6 is the first that differs' in shown
+  assert 'These differences have the size of rounding, as between two meshes' in shown
   settings = ('--against', other, '--metric', 'loss', '--tolerance', '1e-12')
   assert replay(dense, tmp_path / 'out.json', '--from', 3, '--to', 8, *settings)[0] == exit_codes.OK
 
