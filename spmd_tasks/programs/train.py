@@ -37,7 +37,7 @@ from spmd_tasks.programs.hooks import (
   TrainHook,
   TrainRun,
 )
-from spmd_tasks.programs.job_directory import CheckpointRecord, claim, write_config
+from spmd_tasks.programs.job_directory import CONFIG_FILE, CheckpointRecord, claim, write_config
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, origin_of, restore_or_init
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
@@ -208,9 +208,11 @@ def _restore(run: TrainRun, record: CheckpointRecord, config_json: str) -> None:
   run.stack.callback(run.checkpointer.close)
   with run.goodput.spend('checkpoint_restore'):
     state = _first_state(run)
+  trains = run.first_step < experiment.num_train_steps or not run.is_saved
   if is_primary():
     with storage_errors(run.job_log_dir):
-      write_config(run.job_log_dir, config_json)
+      if trains or not (run.job_log_dir / CONFIG_FILE).exists():  # config.json has the settings of the last steps
+        write_config(run.job_log_dir, config_json)
       record.write(run.checkpointer.latest_step() or 0)
   run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
   run.stack.callback(run.progress.close)

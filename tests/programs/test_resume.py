@@ -59,8 +59,10 @@ def flip_a_byte(checkpoint: Path) -> None:
 def test_a_finished_job_does_nothing(finished_job, tmp_path, capsys):
   directory = begun_job(finished_job, tmp_path / 'job', LAST_STEP)
   before = binary.checkpoint_names(directory)
-  assert train(directory) == 0
+  config = (directory / 'config.json').read_bytes()
+  assert train(directory, '--ici_mesh_shape', '1,8,1') == 0
   assert 'step 20 of 20 is already saved' in capsys.readouterr().err
+  assert (directory / 'config.json').read_bytes() == config  # the settings of its last steps, which a replay runs again
   assert binary.metric_lines(directory) == []
   assert binary.checkpoint_names(directory) == before
 
