@@ -126,8 +126,10 @@ class Command:
           f'{path} does not exist, so there is no job to continue: correct --job_log_dir, or start a job with --exp '
           'NAME (--list shows the registered names).'
         )
-
-    return from_json(read_saved_config(path), overrides, flags.experiment_path, prepare)
+      saved = read_saved_config(path, remedy='Put the original back, or name the experiment: --exp NAME.')
+    else:
+      saved = read_saved_config(path)
+    return from_json(saved, overrides, flags.experiment_path, prepare)
 
   @contextlib.contextmanager
   def open_job(self) -> Iterator[OpenJob]:

@@ -46,8 +46,8 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     previous = checked_config(json.loads(read_text(path)))
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(
-      f'{path} is not a valid config ({type(error).__name__}: {error}): put the original back, or resume without '
-      'comparing: --accept_config_changes.'
+      f'{path} is not a valid config ({type(error).__name__}: {error}): put the original back, or remove it and '
+      'resume with the settings of this command: --accept_config_changes.'
     ) from error
   if previous['experiment'] != config['experiment']:
     raise UserError(

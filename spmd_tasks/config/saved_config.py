@@ -35,13 +35,16 @@ class SavedConfig(dict[str, Any]):
     self.why_unsigned = why_unsigned(saved, absolute_path(path).parent)
 
 
-def read_saved_config(path: epath.PathLike) -> SavedConfig:
-  """Reads a saved config, such as <job_log_dir>/config.json. Raises a UserError if the file is not one."""
+def read_saved_config(path: epath.PathLike, *, remedy: str = 'Give the config.json of a job_log_dir.') -> SavedConfig:
+  """Reads a saved config, such as <job_log_dir>/config.json.
+
+  Raises a UserError if the file is not one; if it cannot be read, the message ends with `remedy`.
+  """
   try:
     saved = json.loads(read_text(absolute_path(path)))
   except (OSError, ValueError, RecursionError) as error:
     reason = getattr(error, 'strerror', None) or error  # without the path
-    raise UserError(f'config {path} cannot be read: {reason}. Give the config.json of a job_log_dir.') from error
+    raise UserError(f'config {path} cannot be read: {reason}. {remedy}') from error
   try:
     return SavedConfig(saved, path)
   except UserError as error:

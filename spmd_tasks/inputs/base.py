@@ -20,6 +20,8 @@ from spmd_tasks.errors import UserError
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
+START_OVER = 'start a new job from the weights of this one: another job_log_dir, and --set init_from=DIR.'
+
 BATCH_DTYPES: Mapping[str, Any] = {
   'ids': np.int32,
   'labels': np.int32,
@@ -165,7 +167,7 @@ def data_of(state: State) -> dict[str, Any]:
 
 def check_state(state: State, expected: Mapping[str, Any], source: Any = None) -> None:
   """Raises a UserError unless a saved state has the `expected` fields; `source` names its files in the message."""
-  restart = 'or start the input from its beginning.'
+  restart = f'or {START_OVER}'
   pattern = getattr(source, 'pattern', None)
   files = '' if pattern is None else f' than now match {pattern!r}'
   for name, value in expected.items():
@@ -177,7 +179,7 @@ def check_state(state: State, expected: Mapping[str, Any], source: Any = None) -
       )
     if saved != value:
       if name == 'batch_size':
-        restart = 'put it into a BatchRamp (docs/inputs.md), or start the input from its beginning.'
+        restart = f'put it into a BatchRamp (docs/inputs.md), or {START_OVER}'
       raise UserError(
         f'the saved input state has {name} = {saved!r}, but this input has {name} = {value!r}, which gives other '
         f'batches. Restore with {name} = {saved!r}, {restart}'

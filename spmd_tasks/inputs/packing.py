@@ -174,7 +174,7 @@ class Lane:
     if block is None or offset > block.ids.size or digest not in (None, block.digest):
       raise UserError(
         f'the text or its tokenizer has changed since the input state was saved (at token {offset} of block '
-        f'{num_read}): restore them, or start the input from its beginning.'
+        f'{num_read}): restore them, or {base.START_OVER}'
       )
     self._next_document = bisect.bisect_right(block.ends, offset)
 

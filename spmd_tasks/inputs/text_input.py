@@ -329,8 +329,7 @@ class TextIterator(base.InputIterator):
       num_rows = int(state['num_rows'])
       if self._row_sequence is None or state['digest'] != self._row_sequence.rows.digest:
         raise UserError(
-          'the text or its tokenizer has changed since the input state was saved: restore them, or start the input '
-          'from its beginning.'
+          f'the text or its tokenizer has changed since the input state was saved: restore them, or {base.START_OVER}'
         )
     elif 'lanes' in state and (self._row_sequence is not None or (s.num_epochs is None and 'num_parts' not in state)):
       num_rows = self._num_batches * s.batch_size

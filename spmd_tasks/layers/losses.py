@@ -313,8 +313,10 @@ class WithAuxLosses(Loss):
     return loss, metrics
 
   def _check_aux(self, aux: Mapping[str, jax.Array]) -> None:
-    """Raises a UserError if an aux loss is missing, is a vector, or has not `num_aux_layers` layers."""
-    for name in self.aux_loss_weights:
+    """Raises a UserError if an aux loss is missing or a vector, lacks a layer, or has a weight that is not finite."""
+    for name, weight in self.aux_loss_weights.items():
+      if isinstance(weight, (int, float)) and not math.isfinite(weight):
+        raise UserError(f'aux_loss_weights has {name}={weight}, which must be finite: correct it.')
       if name not in aux:
         raise UserError(
           f'aux_loss_weights names {name!r}, but the model reports {sorted(aux)}: correct the name, or use a layer '

@@ -26,7 +26,7 @@ from jaxlib.version import __version__ as JAXLIB_VERSION
 from spmd_tasks.activity import is_silent, say
 
 _SUFFIX = '-inputs.json'
-_MAX_SHOWN, _MAX_SHOWN_CHARS = 2, 60
+_MAX_SHOWN, _MAX_SHOWN_CHARS = 2, 100
 # JAX (0.10 to 0.12) reports these events when it looks a program up, and when it has found it.
 _LOOKUP_EVENT = '/jax/compilation_cache/compile_requests_use_cache'
 _HIT_EVENT = '/jax/compilation_cache/cache_hits'
@@ -153,5 +153,9 @@ def _show_change(name: str, values: list[str], others: list[str]) -> str:
 
 def _show(values: list[str]) -> str:
   values = [value for value in values if not value.startswith(_HIDDEN)]
-  shown = ', '.join(value[:_MAX_SHOWN_CHARS] for value in values[:_MAX_SHOWN])
+  shown = ', '.join(_shorten(value) for value in values[:_MAX_SHOWN])
   return f'{shown} and {len(values) - _MAX_SHOWN} more' if len(values) > _MAX_SHOWN else shown
+
+
+def _shorten(value: str) -> str:
+  return value if len(value) <= _MAX_SHOWN_CHARS else f'{value[: _MAX_SHOWN_CHARS - 3]}...'

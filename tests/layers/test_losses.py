@@ -1,8 +1,11 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModelLoss
 
 B, T, V = 3, 4, 11
@@ -109,6 +112,8 @@ def test_aux_losses_are_added_by_name_as_the_mean_over_layers(rng):
     out = LanguageModelLoss(aux_loss_weights=weights)({'logits': logits, 'aux': aux}, batch)
     np.testing.assert_allclose(out.loss, plain.loss + added, rtol=1e-6)
     np.testing.assert_allclose(out.metrics['balance'][0], 1.5)  # without its weight
+  with pytest.raises(UserError, match='aux_loss_weights has balance=nan, which must be finite'):
+    LanguageModelLoss(aux_loss_weights={'balance': math.nan})({'logits': logits, 'aux': aux}, batch)
 
 
 def test_every_aux_entry_is_a_metric_averaged_over_layers(rng):

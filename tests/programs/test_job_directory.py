@@ -92,6 +92,14 @@ def test_a_job_with_checkpoints_but_without_its_config_is_not_resumed(tmp_path, 
   assert binary.run_in_process('--mode', 'train', *flags, 2, '--accept_config_changes') == exit_codes.OK
   assert config.is_file()
   assert not config.is_symlink()
+  config.write_text('{"experiment": ')
+  capsys.readouterr()
+  for command, remedy in (
+    (flags[2:-1], 'Put the original back, or name the experiment: --exp NAME.'),
+    ((*flags, 2), 'put the original back, or remove it and resume with the settings of this command:'),
+  ):
+    assert binary.run_in_process('--mode', 'train', *command) == exit_codes.USAGE
+    assert remedy in capsys.readouterr().err
 
 
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):
