@@ -29,7 +29,7 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) 
   is_traced = type(error).__module__ == 'jax.errors' and name.startswith(('Concretization', 'NonConcrete', 'Tracer'))
   rule = ', which runs inside jax.jit: use jnp, and no float(), if or numpy on its arrays' if is_traced else ''
   return (
-    f'{what} fails with {name}: {message}{listed}{place and f" ({place})"}: correct that code{rule}; '
+    f'{what} fails with {name}{message and f": {message}"}{listed}{place and f" ({place})"}: correct that code{rule}; '
     'JAX_TRACEBACK_FILTERING=off shows the traceback.'
   )
 

@@ -178,6 +178,15 @@ def test_an_error_in_a_parts_own_code_has_its_config_path_and_its_line():
   assert user_error_code(raised.value) == exit_codes.USAGE
 
 
+def test_an_assertion_without_a_message_has_its_line():
+  class Asserting(Small):
+    def task(self):
+      raise AssertionError
+
+  with pytest.raises(UserError, match=r'fails with AssertionError \(.*test_resolve\.py:\d+\): correct that code'):
+    resolve(Asserting).build()
+
+
 def test_an_error_in_an_experiment_is_one_sentence_unless_tracebacks_are_on(capsys, monkeypatch):
   flags = ('--exp', 'small_experiments.Raising', '--print_config', '--set')
   assert binary.run_in_process(*flags, 'error=UserError') == exit_codes.USAGE

@@ -10,6 +10,7 @@ Shapes: B global batch, T targets (in a prefix language model, inputs and target
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -77,9 +78,11 @@ def import_modules(modules: Sequence[str]) -> None:
     try:
       importlib.import_module(name)
     except Exception as error:
+      is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
+      place = '' if is_missing else f' ({place_of_error(error)})'
       raise UserError(
-        f'the module {name}, which should register SeqIO tasks, cannot be imported: {type(error).__name__}: {error} '
-        f'({place_of_error(error)}). Correct it, or add its directory with --experiment_path DIR.'
+        f'the module {name}, which should register SeqIO tasks, cannot be imported: {type(error).__name__}: {error}'
+        f'{place}. Correct it, or add its directory with --experiment_path DIR.'
       ) from error
 
 
@@ -220,16 +223,33 @@ class SeqIoInput:
     if self.split not in self._task.splits:
       splits = ', '.join(sorted(self._task.splits))
       raise UserError(f'SeqIO task {self.task} has no split {self.split!r}: choose one of {splits}.')
-    return self._task.get_dataset(
-      lengths,
-      split=self.split,
-      use_cached=self.use_cached,
-      shuffle=self.shuffle,
-      seed=self.seed,
-      shard_info=seqio.ShardInfo(index=shard, num_shards=self.num_shards),
-      num_epochs=1 if lengths is None else self.num_epochs,
-      trim_output_features=self.trim_output_features,
-    )
+    with self._seqio_errors():
+      return self._task.get_dataset(
+        lengths,
+        split=self.split,
+        use_cached=self.use_cached,
+        shuffle=self.shuffle,
+        seed=self.seed,
+        shard_info=seqio.ShardInfo(index=shard, num_shards=self.num_shards),
+        num_epochs=1 if lengths is None else self.num_epochs,
+        trim_output_features=self.trim_output_features,
+      )
+
+  @contextlib.contextmanager
+  def _seqio_errors(self) -> Iterator[None]:
+    """Raises a UserError if SeqIO cannot make the dataset, for example because a preprocessor fails."""
+    try:
+      yield
+    except UserError:
+      raise
+    except Exception as error:
+      lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ['']
+      is_traced = lines[0].startswith('in user code')  # TensorFlow then adds the stack; the error is the last line
+      message = lines[-1] if is_traced else f'{type(error).__name__}: {" ".join(lines)}'
+      raise UserError(
+        f'SeqIO cannot make the dataset of {self.task} ({message.rstrip(".")}): correct the data, the preprocessors or '
+        'the output_features of the task, or the architecture and lengths.'
+      ) from error
 
   def converter(self) -> Any:
     """Returns SeqIO's feature converter."""
@@ -242,7 +262,9 @@ class SeqIoInput:
     lengths = self.feature_lengths
     options = import_tensorflow().data.Options()
     options.deterministic = True
-    dataset = self.converter()(self._examples(lengths, shard), task_feature_lengths=lengths).with_options(options)
+    examples = self._examples(lengths, shard)
+    with self._seqio_errors():
+      dataset = self.converter()(examples, task_feature_lengths=lengths).with_options(options)
     return dataset.repeat() if self.max_batches is not None and (self.num_epochs or 1) > 1 else dataset
 
   @functools.cached_property
@@ -303,6 +325,12 @@ class SeqIoIterator(base.InputIterator):
       try:
         features = next(stream)
       except StopIteration:
+        if settings.num_epochs is None and settings.max_batches is None:
+          raise UserError(
+            f'split {settings.split!r} of SeqIO task {settings.task} ended after {self._num_batches} batches, although '
+            'SeqIO repeats it: it has no examples, or is a mixture with such a task. Correct its data, or leave out '
+            'the tasks without examples.'
+          ) from None
         raise
       except Exception as error:
         message = str(error).partition('\nTraceback')[0]  # TensorFlow may append the stack of a preprocessor

@@ -7,9 +7,11 @@ The same can be written in Python as a subclass; `--translate FILE` writes one.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import re
 from typing import Any
 
+from absl import logging
 import fiddle as fdl
 from flax.core import FrozenDict, unfreeze
 
@@ -117,12 +119,24 @@ class T5xExperiment(EncoderDecoderLanguageModel):
       return {'infer': fdl.Config(TfExampleInput, **fields)}
     task_or_mixture = find_task(fields['task'], self.task_modules)
     tasks = [task for task in getattr(task_or_mixture, 'tasks', [task_or_mixture]) if fields['split'] in task.splits]
+    if not tasks:
+      splits = ', '.join(sorted(task_or_mixture.splits))
+      problem = f'SeqIO task {fields["task"]} has no split {fields["split"]!r}, only {splits}'
+      if not with_metrics and fields.get('max_batches') is None:  # not an eval of a training
+        raise UserError(f'{problem}: choose one of these.')
+      _warn_once(f'{problem}: training continues without evals of this split, as in T5X.')
+      return {}
     names = [task.name for task in tasks if task.metric_objs or not with_metrics]
     fields['modules'] = self.task_modules
     return {
       re.sub('[^A-Za-z0-9_-]', '_', name): fdl.Config(SeqIoInput, **fields | {'task': name})
       for name in dict.fromkeys(names if with_metrics else [*names, task_or_mixture.name])
     }
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+  logging.warning('%s', message)
 
 
 class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spmd_tasks.bridges.t5x import SeqIoInput
+from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment
 from spmd_tasks.bridges.t5x._seqio import contract_batch, import_seqio
+from spmd_tasks.errors import UserError
 from tests.inputs.batches import check_positions
 
 LENGTHS = {'inputs': 24, 'targets': 10}
@@ -164,3 +165,48 @@ def test_states_of_other_settings_or_data_are_refused(seqio):
 def test_invalid_settings_raise_user_errors(seqio, settings, words):
   with pytest.raises(ValueError, match=words):
     next(an_input(**settings).make_iterator())
+
+
+@pytest.mark.parametrize(
+  'task, row, words',
+  [
+    ('broken', {'inputs': 'a'}, 'cannot make the dataset of broken .*missing .* feature .*targets.*: correct the data'),
+    ('broken', {'inputs': 5, 'targets': 'a'}, 'cannot make the dataset of broken .*int32.*: correct the data'),
+    (
+      'mixed',
+      {'inputs': 'a', 'targets': 'a'},
+      "split 'train' of SeqIO task mixed ended after 0 batches, .*no examples",
+    ),
+  ],
+)
+def test_data_that_seqio_cannot_use_raise_user_errors(seqio, task, row, words):
+  import tensorflow as tf
+
+  def add(name, num_rows):
+    rows = tf.data.Dataset.from_tensor_slices({name: [value] * 2 for name, value in row.items()}).take(num_rows)
+    seqio.TaskRegistry.add(
+      name,
+      source=seqio.FunctionDataSource(dataset_fn=lambda split, shuffle_files, seed=None: rows, splits=('train',)),
+      preprocessors=[seqio.preprocessors.tokenize],
+      output_features={key: seqio.Feature(seqio.ByteVocabulary()) for key in ('inputs', 'targets')},
+    )
+
+  add('broken', 2)
+  add('empty', 0)
+  seqio.MixtureRegistry.add('mixed', [('broken', 1), ('empty', 1)])
+  try:
+    with pytest.raises(UserError, match=words):
+      next(an_input(task=task).make_iterator())
+  finally:
+    for name in ('broken', 'empty'):
+      seqio.TaskRegistry.remove(name)
+    seqio.MixtureRegistry.remove('mixed')
+
+
+def test_a_training_without_the_split_of_its_evals_warns(seqio, caplog):
+  data = {'task': 'sums', 'lengths': LENGTHS, 'batch_size': 4, 'split': 'test', 'num_epochs': 1}
+  experiment = T5xExperiment(train_data=data | {'split': 'train'}, eval_data=data | {'max_batches': 2}, infer_data=data)
+  assert experiment.eval_inputs() == {}
+  assert "sums has no split 'test', only train, validation: training continues" in caplog.text
+  with pytest.raises(UserError, match="no split 'test', only train, validation: choose one"):
+    T5xExperiment(train_data=data, eval_data=data).eval_inputs()
