@@ -232,7 +232,8 @@ def check_num_devices(experiment: Experiment, target: Target) -> None:
   if wanted != target.num_devices:
     raise UserError(
       f'target {target.name!r} has {target.num_devices:,} chips but {mesh} needs {wanted:,}: {remedy}set '
-      f'--ici_mesh_shape to {len(experiment.ici_mesh_shape)} sizes for these.'
+      f'--ici_mesh_shape to {len(experiment.ici_mesh_shape)} sizes whose product is {target.num_devices // num_slices} '
+      '(one may be -1).'
     )
   if target.chip.platform == 'tpu' and num_slices != target.num_slices:
     raise UserError(
