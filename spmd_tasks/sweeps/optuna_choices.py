@@ -150,5 +150,9 @@ def by_optuna(
     metric: whose last value is the result, such as 'eval/valid/loss' or 'loss'.
     direction: 'minimize' or 'maximize'.
     sampler: a function of `seed`, such as `optuna.samplers.RandomSampler`; None: TPESampler.
+
+  Raises a UserError if `direction` is another word.
   """
+  if direction not in ('minimize', 'maximize'):
+    raise UserError(f"by_optuna() has direction {direction!r}: write 'minimize' or 'maximize'.")
   return ByOptuna(distributions, count, metric, direction, sampler)

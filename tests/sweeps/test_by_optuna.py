@@ -94,3 +94,8 @@ def test_a_metric_that_no_job_has_is_refused_with_those_that_it_has(tmp_path, ca
 def test_a_single_job_cannot_be_chosen(tmp_path, capfd):
   assert run(tmp_path, '--sweep_index', 1) == exit_codes.USAGE
   assert '--mode train --sweep all runs them' in capfd.readouterr().err
+
+
+def test_a_direction_is_one_of_two_words():
+  with pytest.raises(UserError, match="direction 'min': write 'minimize' or 'maximize'"):
+    sweep(direction='min')
