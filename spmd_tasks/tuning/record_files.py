@@ -104,9 +104,16 @@ class _JsonLinesFile:
   def read(self, number: int) -> Mapping[str, Any]:
     start = int(self._starts[number])
     with FixedSizeFile(self._path, self._size) as f:
-      record = parse_json(f.read(start, self._size, to_line_end=True), 'the line')
+      try:
+        record = parse_json(f.read(start, self._size, to_line_end=True), 'the line')
+      except UserError as error:
+        if f.read(int(self._starts[0]), self._size, to_line_end=True).strip() != b'[':
+          raise
+        raise UserError('the file is an array on several lines: write each of its records on one line.') from error
     if not isinstance(record, dict):
-      raise UserError(f'the line is a {type(record).__name__}: it must be a JSON object.')
+      raise UserError(
+        f'the line is a {type(record).__name__}: it must be a JSON object; write each record on its own line.'
+      )
     return record
 
 

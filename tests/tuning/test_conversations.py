@@ -211,6 +211,8 @@ def talk(**turns):
   [
     ('', 'have no records: correct the pattern'),
     (GOOD + '\n{"messages": [', r'talks\.jsonl:2: .* not JSON'),
+    (f'[{GOOD}]', r'talks\.jsonl:1: the line is a list: it must be a JSON object; write each record'),
+    (json.dumps([json.loads(GOOD)], indent=2), 'the file is an array on several lines: write each of its records'),
     ('{"text": "a"}', r"talks\.jsonl:1: the record has no field 'messages', only \['text'\]"),
     ('{"messages": [{"from": "human", "value": "a"}]}', r"messages\[0\] must be an object with a text 'role'"),
     (talk(user='a', assistant=' '), r'messages\[1\] is an empty message of the assistant: remove'),
