@@ -115,9 +115,18 @@ def from_json(
 def _unset_fields_of_layout(cls: type, config: fdl.Config) -> None:
   """Unsets the mesh fields that equal the values from `mesh`, so that overrides of `mesh` have an effect."""
   values = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
-  for name in values:
-    delattr(config, name)
-  experiment = build_experiment(cls, config)
+  # Other saved fields may fit the saved mesh only, such as a number of microbatches that fits its stages.
+  for kept in ((), ('ici_mesh_shape', 'dcn_mesh_shape'), MESH_FIELDS):
+    for name, value in values.items():
+      if name in kept:
+        setattr(config, name, value)
+      elif name in config.__arguments__:
+        delattr(config, name)
+    with contextlib.suppress(UserError):
+      experiment = build_experiment(cls, config)
+      break
+  else:
+    return  # the fields contradict each other, whatever the mesh: the caller raises the error
   for name, value in values.items():
     if getattr(experiment, name) != value:
       setattr(config, name, value)

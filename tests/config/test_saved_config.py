@@ -118,6 +118,18 @@ def test_a_config_is_restored_from_its_json(cls, overrides):
   assert repr(job.task) == repr(expected.task)
 
 
+@pytest.mark.parametrize('name', ['pipeline.StdlibTiny', 'pipeline.MoeTiny'])
+def test_microbatches_that_fit_only_the_saved_stages_are_restored(name):
+  """The second one has a mesh layout."""
+  sizes = (1,) * len(resolve(name).experiment.mesh_axis_names)
+  with pytest.raises(UserError, match='num_microbatches=3 must be a multiple of the . stages'):
+    resolve(name, ['num_microbatches=3'])
+  saved = through_text(to_json(resolve(name, ['num_microbatches=3', f'ici_mesh_shape={sizes}'])))
+  assert to_json(from_json(saved)) == saved
+  again = from_json(saved, ['ici_mesh_shape=' + str((*sizes[:-1], 2))])
+  assert again.experiment.ici_mesh_shape == (*sizes[:-1], 2)
+
+
 def test_overrides_apply_on_top_of_a_saved_config():
   saved = through_text(to_json(resolve(Small, ['task.optimizer.learning_rate=0.5', 'seed=3'])))
   again = from_json(saved, ['num_layers=9', 'train_input.batch_size=1'])
