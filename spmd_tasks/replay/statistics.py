@@ -22,7 +22,7 @@ from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.weights import leaves_by_name
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, leaves_by_name
 
 # Leaf -> 'norm', 'max', 'nan' -> a value, or one value per layer if the leaf is stacked.
 Statistics = dict[str, dict[str, float | list[float]]]
@@ -50,7 +50,14 @@ class GradientLearner(BaseLearner):
     factors: Any = None,
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
     del loss, step, factors
-    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, without_frozen(weights, weight_specs))
+
+    def gradient(spec: WeightSpec, grad: jax.Array, weight: jax.Array) -> jax.Array:
+      if BALANCE_BIAS_TAG in spec.tags:  # which gets its expert's load, not a gradient, as its cotangent
+        return jnp.zeros_like(weight)
+      return grad.astype(weight.dtype)
+
+    trained, specs = (without_frozen(tree, weight_specs) for tree in (weights, weight_specs))
+    grads = jax.tree.map(gradient, specs, grads, trained)
     return fill_in(grads, weights), state, {'skipped': jnp.zeros(())}
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:

@@ -1,6 +1,7 @@
 """Past steps are replayed bit for bit, and the first step that differs from the record is found."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import shutil
@@ -116,6 +117,17 @@ def test_gradients_need_no_state_of_the_learner(learner):
   assert jax.tree.structure(gradient_state(state).learner) == jax.tree.structure(
     GradientLearner(learner).init(weights, specs)
   )
+
+
+def test_the_load_that_moves_a_balance_bias_is_not_a_gradient():
+  spec = WeightSpec(shape=(3,), init=None)
+  specs = {'bias': dataclasses.replace(spec, tags=('balance_bias',)), 'w': spec}
+  grads = {'bias': jnp.array([24.0, -12.0, -12.0]), 'w': jnp.arange(3.0)}
+  learner = GradientLearner(Learner(optimizer=optax.adam(0.1)))
+  weights = jax.tree.map(jnp.ones_like, grads)
+  shown, *_ = learner.update(grads, 0.0, 0, learner.init(weights, specs), weights, specs)
+  np.testing.assert_array_equal(shown['bias'], 0)
+  np.testing.assert_array_equal(shown['w'], grads['w'])
 
 
 def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path, capsys):
