@@ -382,7 +382,14 @@ class LanguageModelLoss(WithAuxLosses):
         `nextn` and `nextn_loss_weight` of heads (layers/nextn.py).
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
         T] in [0, T], the document of each token; without them, a row is one document.
+
+    Raises a UserError if the batch lacks labels or weights.
     """
+    if missing := ' and '.join(name for name in ('labels', 'weights') if name not in batch):
+      raise UserError(
+        f'the batch has no {missing}, which LanguageModelLoss reads, only {", ".join(sorted(batch))}: add what is '
+        'missing to the input (docs/inputs.md lists the arrays), or choose another loss.'
+      )
     weights = batch['weights'].astype(jnp.float32)
     loss_weights, loss_weight, is_sum, divisor = weights, jnp.sum(weights), False, None
     if self.normalization == 'all_tokens':

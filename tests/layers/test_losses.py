@@ -155,3 +155,9 @@ def test_losses_of_the_sources_of_a_mixture_are_means_over_their_tokens(rng):
     np.testing.assert_allclose(means[source], alone.loss, rtol=1e-6)
     np.testing.assert_allclose(weights[source], batch['weights'][rows].sum(), rtol=1e-6)
   assert [means[1], weights[1]] == [0, 0]
+
+
+def test_a_batch_without_weights_raises_a_user_error():
+  batch = {'ids': jnp.ones((B, T), int), 'labels': jnp.ones((B, T), int)}
+  with pytest.raises(UserError, match='the batch has no weights, which LanguageModelLoss reads, only ids, labels: add'):
+    LanguageModelLoss()({'logits': jnp.zeros((B, T, V))}, batch)
