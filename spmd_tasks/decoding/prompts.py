@@ -365,7 +365,9 @@ class PromptTokenizer:
       return (*self.tokenizer.encode(prompt.prompt), self.tokenizer.eos_id)
     ids = encode_prompt(self.tokenizer, prompt.prompt)
     if not ids:
-      raise UserError(f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text.')
+      raise UserError(
+        f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text: write a text.'
+      )
     return ids
 
   def _max_tokens(self, prompt: Prompt, num_ids: int, where: str) -> int:

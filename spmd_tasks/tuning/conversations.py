@@ -88,7 +88,8 @@ class ConversationInput(TextInput):
     if not hasattr(self.tokenizer, 'encode_with_offsets'):
       raise UserError(
         f'{type(self.tokenizer).__name__} has no offsets of tokens, by which the loss is restricted to the assistant: '
-        'use a FolderTokenizer, whose folder has a tokenizer.json.'
+        'use a FolderTokenizer, whose folder has a tokenizer.json. For a model folder without one, transformers '
+        'writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).'
       )
     return self.iterator_type(self, shard_index, shard_count)
 

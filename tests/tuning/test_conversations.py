@@ -8,7 +8,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, IdTokenizer
 from spmd_tasks.serving.request_bodies import Message
 from spmd_tasks.serving.requests import _turn
 from spmd_tasks.tuning import ConversationInput, Conversations
@@ -93,6 +93,11 @@ def test_all_file_formats_give_the_same_batches(training, tmp_path):
   for name in ('all.parquet', 'all.feather', 'all.arrow', 'text.parquet'):
     source = Conversations(pattern=str(tmp_path / name))
     assert_same(take(dataclasses.replace(settings, source=source))[0], expected)
+
+
+def test_a_model_without_a_tokenizer_is_refused_with_how_to_write_one(training):
+  with pytest.raises(ValueError, match=r'IdTokenizer has no offsets .* tokenizer\.json\. .*save_pretrained'):
+    dataclasses.replace(training, tokenizer=IdTokenizer(vocab_size=300, eos_id=0)).make_iterator()
 
 
 def test_a_variable_that_the_template_does_not_use_is_refused(training):
