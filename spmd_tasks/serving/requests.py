@@ -623,16 +623,21 @@ def _end_ids(model: ServedModel) -> tuple[int, ...]:
 def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   """Answers /tokenize: `{"prompt": "def ", "add_special_tokens": false}` with tokens, count and max_model_len.
 
-  A prompt that is just the name of a special token without text, such as `token_id:2`, encodes to that token.
+  The body of a chat, with `messages` in place of `prompt`, is answered with the tokens of its rendered prompt. A prompt
+  that is just the name of a special token without text, such as `token_id:2`, encodes to that token.
   """
   check_model_name(fields, model)
-  body = validate(TokenizeBody, fields)
-  named = {_token_name(token): token for token in _special_ids(model.tokenizer).values()}
   ids: Sequence[int]
-  if body.prompt in named:
-    ids = [named[body.prompt]]
+  if fields.get('messages') is not None:
+    chat = validate(ChatBody, fields)
+    ids, _ = _render(chat, model, _tools_for_template(chat, read_choice(chat.tool_choice, read_tools(chat.tools))))
   else:
-    ids = model.encode(body.prompt, with_bos=body.add_special_tokens)
+    body = validate(TokenizeBody, fields)
+    named = {_token_name(token): token for token in _special_ids(model.tokenizer).values()}
+    if body.prompt in named:
+      ids = [named[body.prompt]]
+    else:
+      ids = model.encode(body.prompt, with_bos=body.add_special_tokens)
   return {'tokens': list(ids), 'count': len(ids), 'max_model_len': model.max_len}
 
 

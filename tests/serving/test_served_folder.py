@@ -6,6 +6,7 @@ Checks its tokenizer, chat template and defaults, that texts match `load`, and t
 import json
 import secrets
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -82,10 +83,12 @@ def test_the_chat_template_renders_the_prompt(client, folder, name):
   template, tokenizer = ChatTemplate.from_folder(str(folder)), FolderTokenizer(path=str(folder))
   if name == 'thinking off':
     settings = {'enable_thinking': False}
-  num_tokens = len(tokenizer.encode(template.render(messages, **settings)))
+  tokens = tokenizer.encode(template.render(messages, **settings))
   asked = {'tools': settings['tools']} if 'tools' in settings else {'extra_body': {'chat_template_kwargs': settings}}
   answer = ask(client, json.loads(json.dumps(messages)), **asked)
-  assert answer.usage.prompt_tokens == num_tokens
+  assert answer.usage.prompt_tokens == len(tokens)
+  body = {'messages': messages} | asked.pop('extra_body', {}) | asked
+  assert httpx.post(str(client.base_url.join('/tokenize')), json=body).json()['tokens'] == tokens
   assert answer.usage.completion_tokens <= 12
 
 
