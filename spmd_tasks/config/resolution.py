@@ -370,7 +370,8 @@ def split_override(override: str) -> tuple[ConfigPath, str]:
   """Splits `path=value` into the names in the path and the text of the value. Raises a UserError for other forms."""
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
-    example = 'num_train_steps=100' if equals else f'{override[:80].strip().lstrip("-") or "num_train_steps"}=100'
+    words = [] if equals else override[:80].lstrip(' -').replace(':', ' ').split()
+    example = f'{words[0] if words else "num_train_steps"}=100'
     raise UserError(f'{override[:80]!r} is not an override: write path=value, for example {example}.')
   return tuple(path.strip().split('.')), text.strip()
 

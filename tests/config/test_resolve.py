@@ -108,7 +108,8 @@ BAD = [
   ('task.model.ffn.activation=gelu', "takes a Callable: change that in the experiment's code"),
   ('task.model.ffn=3', 'small_experiments:FeedForward; set one of its fields: task.model.ffn.width'),
   ('task=None', 'task=None cannot be set: task is a small_experiments:Task'),
-  ('seed', "'seed' is not an override: write path=value"),
+  ('seed', "'seed' is not an override: write path=value, for example seed=100"),
+  ('seed 1', "'seed 1' is not an override: write path=value, for example seed=100"),
   ('task.optimizer.low=5', 'low = 5 must not be above high = 2'),
 ]
 
