@@ -55,7 +55,7 @@ def evaluate(
   check_vocabulary(job)
   model = partition_job(job)
   evaluator = Evaluator(job, model, job_log_dir, keeps_examples=writes_examples)
-  evaluator.refuse_other_data(math.ceil(job.experiment.first_step_timeout_s))
+  evaluator.open(math.ceil(job.experiment.first_step_timeout_s))
   with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
     reader.stack.callback(evaluator.close)
     progress = Progress(len(job.eval_inputs), 0, primary=is_primary())

@@ -75,10 +75,13 @@ class Evaluator:
     self._iterators: dict[str, Any] = {}  # made before the first evaluation, which uses them
     self._writers: dict[str, MultiWriter] = {}
 
-  def refuse_other_data(self, limit_s: int) -> None:
-    """Raises a UserError on a process whose sets have other files, or another tokenizer, than on process 0."""
+  def open(self, limit_s: int) -> None:
+    """Makes the iterators of the first evaluation now, so that a missing or empty file ends a job before it trains.
+
+    Raises a UserError, also on a process whose sets have other files, or another tokenizer, than on process 0.
+    """
+    self._iterators = {name: self._make_iterator(name) for name in self._inputs}
     if jax.process_count() > 1:
-      self._iterators = {name: self._make_iterator(name) for name in self._inputs}
       states = {f'eval_inputs.{name}': iterator.get_state() for name, iterator in self._iterators.items()}
       refuse_other_data('data files of eval sets', states, limit_s)
 

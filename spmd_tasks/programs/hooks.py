@@ -621,7 +621,7 @@ class Evaluate(TrainHook):
     self._every_steps = run.experiment.eval_every_steps
     keeps_examples = any(hook.wants_examples for hook in run.hooks)
     self._evaluator = Evaluator(run.job, run.model, run.job_log_dir, keeps_examples=keeps_examples)
-    self._evaluator.refuse_other_data(run.limit_s)
+    self._evaluator.open(run.limit_s)
     with run.goodput.spend('compilation'):
       self._evaluator.check()
 

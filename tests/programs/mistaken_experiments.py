@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks import Learner, Task
+from spmd_tasks.inputs import JsonLines
 from spmd_tasks.layers import Linear
 from spmd_tasks.learning import FromOptax
 from spmd_tasks.programs.hooks import TrainHook
@@ -95,6 +96,8 @@ class Input(Points):
 
   @property
   def make_iterator(self):
+    if self.how == 'files':
+      return lambda *shard: JsonLines(pattern='none*.jsonl').open()
     return (lambda: iter([])) if self.how == 'shards' else super().make_iterator
 
   def element_spec(self):
@@ -124,7 +127,7 @@ class Mistaken(Regression):
     return fdl.Config(Input, how=self.what)
 
   def eval_inputs(self):
-    return {}
+    return {'valid': fdl.Config(Input, how='files')} if self.what == 'eval_files' else {}
 
 
 class OwnFeed(SyntheticLanguageModel):

@@ -36,6 +36,7 @@ MISTAKES = [
   ('what=attribute', ["no attribute 'widht'", HERE]),
   ('what=list', ['a batch of train_input is a int', 'a dict of arrays by name']),
   ('what=shards', ['train_input.make_iterator() fails with TypeError', 'shard_index']),
+  ('what=eval_files', ["no JSON lines file matches 'none*.jsonl'"]),
   ('what=byte_order', ["input 'y' has the dtype >f4", 'byte order']),
   ('how=dense', ['ffn/Dense_0/bias of a stacked layer', 'Linear or declare_weight']),
   ('how=shape', ['the ffn Feed returned float32[2,4,7]', 'float32[2,4,8]', '(array, {name: Statistics})']),
