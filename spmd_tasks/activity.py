@@ -8,7 +8,7 @@
 The environment variable SPMD_TASKS_QUIET turns it off. Only the first process of a job prints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import sys
@@ -17,7 +17,8 @@ import time
 
 _FIRST_S, _PERIOD_S, _POLL_S = 1.5, 4.0, 0.25
 
-_activities: dict[object, tuple[str, float]] = {}  # (activity, start time), the innermost last
+_Activity = str | Callable[[], str]
+_activities: dict[object, tuple[_Activity, float]] = {}  # (activity, start time), the innermost last
 _BASE = 'base'  # the key of the activity from set_activity
 _last_s: float | None = None  # when the last line was printed
 _thread: threading.Thread | None = None
@@ -43,8 +44,8 @@ def set_activity(activity: str | None, *, say_now: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def doing(activity: str) -> Iterator[None]:
-  """Context manager or decorator around an activity."""
+def doing(activity: _Activity) -> Iterator[None]:
+  """Context manager or decorator around an activity; another thread calls a function for how far it is."""
   key = object()
   _begin(key, activity)
   try:
@@ -53,7 +54,7 @@ def doing(activity: str) -> Iterator[None]:
     del _activities[key]
 
 
-def _begin(key: object, activity: str) -> None:
+def _begin(key: object, activity: _Activity) -> None:
   global _thread
   _activities[key] = activity, time.monotonic()
   if not is_silent() and (_thread is None or not _thread.is_alive()):  # a fork ends threads
@@ -69,11 +70,11 @@ def _say_periodically() -> None:
       busy_since = now
     elif now - max(busy_since, _last_s or 0.0) >= (_FIRST_S if _last_s is None else _PERIOD_S):
       activity, begun = current
-      say(f'{activity} ... {now - begun:.0f} s')
+      say(f'{activity() if callable(activity) else activity} ... {now - begun:.0f} s')
     time.sleep(_POLL_S)
 
 
-def _current() -> tuple[str, float] | None:
+def _current() -> tuple[_Activity, float] | None:
   """Returns the innermost `doing`, or else the activity from set_activity."""
   activities = dict(_activities)  # a copy: another thread may change it
   base = activities.pop(_BASE, None)

@@ -27,6 +27,17 @@ def test_a_long_activity_is_printed_until_it_ends(capsys):
   assert capsys.readouterr().err == ''
 
 
+def test_an_activity_tells_how_far_it_is(capsys):
+  batches = []
+  with activity.doing(lambda: f'evaluating, {len(batches)} batches'):
+    for number in range(5):
+      time.sleep(0.1)
+      batches.append(number)
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) >= 2
+  assert lines[0] != lines[-1]
+
+
 def test_short_activities_in_a_row_are_not_silent(capsys):
   for _ in range(30):
     with activity.doing('importing'):

@@ -169,13 +169,14 @@ class Evaluator:
     in_flight: BatchMetrics | None = None
     num_launched = 0
     place = functools.partial(self._place, name)
-    with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
+    activity = lambda: f'evaluating {name}, {num_launched:,} of at most {self._limit_batches:,} batches'
+    with doing(activity), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
       for (eval_step, batch), _ in batches:
         on_batch()
         if num_launched == self._limit_batches:
           logging.warning(
             'eval set %r has more than eval_limit_batches = %d batches, of which only these are evaluated: give a set '
-            'that ends (num_epochs=1, or max_batches), or raise eval_limit_batches.',
+            'that ends (num_epochs=1, max_batches, no repeat()), or raise eval_limit_batches.',
             *(name, num_launched),
           )
           break
