@@ -87,9 +87,9 @@ def choose(
         aside = directory.set_aside(path, f'damaged-{problem.file.replace("/", "_")}'[:_MAX_SUFFIX_CHARS])
         logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
   if damaged := directory.damaged():
+    suffix = ' and remove the suffix from its name' if any('.damaged-' in name for name in damaged) else ''
     raise CheckpointError(
-      f'{directory.path} has no intact checkpoint; damaged: {damaged}. Repair one and remove the suffix from its name, '
-      'or train in a new directory.'
+      f'{directory.path} has no intact checkpoint; damaged: {damaged}. Repair one{suffix}, or train in a new directory.'
     )
   directory.refuse_loss()
   return None

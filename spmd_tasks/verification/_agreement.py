@@ -285,7 +285,10 @@ def compare_step(
   metrics: Sequence[str] | None = None,
   notes: Notes | None = None,
 ) -> tuple[Difference | None, list[Difference]]:
-  """Returns (the worst difference that is too large or None, all differences); (None, []) if the reference jumps."""
+  """Returns (the worst difference that is too large or None, all differences).
+
+  Without a worst difference, there are none if the reference jumps, or if its loss and most gradients are only noise.
+  """
   notes = collections.defaultdict(dict) if notes is None else notes
   if result.nonzero_padding:
     return Difference(step=step + 1, leaf=f'padding of {result.nonzero_padding[0]}'), []
@@ -313,9 +316,20 @@ def compare_step(
     step + 1,
     expected.changes(step),
   )
+  if not too_large and _hides_differences(reference, noise):
+    kind = 'steps in which rounding alone changes the loss and most gradients'
+    kind += ' (--set the dtypes of the model to float32):' if epsilon > FLOAT32 else ':'
+    notes[kind][f'{step + 1}'] = None
+    return None, []
   for name in (*noise, *update_noise):
     notes['leaves that are only noise'][name] = None
   return (too_large[0] if too_large else None), differences + update_differences
+
+
+def _hides_differences(reference: Leaves, noise: Sequence[str]) -> bool:
+  """Returns whether the loss and most gradients are only noise, so that what is left says nothing."""
+  gradients = [name for name in reference if name.startswith('gradients/')]
+  return 'loss' in noise and 2 * len(set(gradients) & set(noise)) > len(gradients)
 
 
 def _compare_curves(runner: Runner, expected: Trajectory, notes: Notes) -> Difference | None:

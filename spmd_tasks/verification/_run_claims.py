@@ -73,7 +73,10 @@ def _compare_evaluations(bench: Bench, setting: Setting) -> Verdict:
 
 def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]) -> list[Leaves]:
   """Evaluates one batch with each of the canonical states."""
-  spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
+  spec = {
+    name: jax.ShapeDtypeStruct(values.shape, jax.dtypes.canonicalize_dtype(values.dtype))
+    for name, values in batch.items()
+  }
   eval_step = runner.model.eval_step(spec)
   results = []
   for state in states:
