@@ -34,7 +34,7 @@ from spmd_tasks.decoding import DecodeSteps, Prompt, generate
 from spmd_tasks.decoding.decode_model import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
-from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt
+from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt, check_prompt
 from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
@@ -132,6 +132,18 @@ def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
   return vocabulary == others
 
 
+def _tokens_of(number: int, text: Any) -> tuple[list[int], list[int]]:
+  """Returns the tokens of a text to score, lists of integers."""
+  if isinstance(text, Sequence | np.ndarray) and not isinstance(text, str) and len(text) == 2:
+    context, continuation = map(np.asarray, text)
+    if all(part.ndim == 1 and (part.dtype.kind in 'iu' or not part.size) for part in (context, continuation)):
+      return context.tolist(), continuation.tolist()
+  raise UserError(
+    f'text {number} to score must be (tokens of a context, tokens of its continuation), not {text!r:.100}: encode '
+    'texts with `tokenizer.encode`.'
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` creates it.
@@ -210,9 +222,10 @@ class LoadedModel:
     """
     arrays = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
     for name, array in arrays.items():
-      if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+      if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
-          f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: put a single text into a list.'
+          f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length], not empty: put a single text in '
+          'a list.'
         )
     check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
@@ -260,6 +273,9 @@ class LoadedModel:
     def as_prompt(number: int, prompt: str | Prompt) -> Prompt:
       if isinstance(prompt, Prompt):
         return prompt
+      if not isinstance(prompt, str):
+        remedy = 'give tokens as Prompt(prompt_ids=...)'
+        raise UserError(f'prompt {number + 1} must be a text or a Prompt, not {prompt!r:.100}: {remedy}.')
       own_seed = None if seed is None else prompt_seed(seed, number)
       sampling: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': own_seed}
       return Prompt(prompt=prompt, max_tokens=max_tokens, **sampling, adapter=adapter)
@@ -269,7 +285,7 @@ class LoadedModel:
 
   def chat(
     self,
-    messages: str | Sequence[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]],
+    messages: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_variables: Mapping[str, Any] = {},
@@ -286,8 +302,8 @@ class LoadedModel:
     end where the template ends a turn.
 
     Args:
-      messages: a conversation: one message of the user as a text, or a list of messages with `role` and `content`. Or
-        several conversations: a list of texts, or of lists of messages.
+      messages: a conversation: one message of the user as a text, or a message or a list of messages with `role` and
+        `content`. Or several conversations: a list of texts, or of lists of messages.
       tools: descriptions of functions that the answers may call, in the format of OpenAI's API.
       template_variables: other variables of the template, such as {'enable_thinking': False}.
       max_tokens, temperature, top_k, top_p, seed, adapter: as in `generate`.
@@ -297,7 +313,7 @@ class LoadedModel:
     check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if self.tokenizer is None:
       raise UserError(f'{self.job.name} cannot chat, because its inputs have no tokenizer: give them one.')
-    conversations: Any = [messages] if isinstance(messages, str) else list(messages)
+    conversations: Any = [messages] if isinstance(messages, str | Mapping) else list(messages)
     if conversations and all(isinstance(message, Mapping) for message in conversations):
       conversations = [conversations]
     template = self.job.experiment.chat_template()
@@ -316,14 +332,25 @@ class LoadedModel:
     return self.generate(prompts)
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
-    """Yields (index of the prompt, its completion) as completions finish. Raises as `generate`."""
+    """Yields (index of the prompt, its completion) as completions finish.
+
+    Raises a UserError: as `generate`, or a prompt has an `n` above 1.
+    """
     steps, tokenizer, variables = self._decoder
-    requests = [tokenizer.request(prompt, f'prompt {i + 1}', i)[0] for i, prompt in enumerate(prompts)]
+    requests, matchers = [], []
+    for number, prompt in enumerate(prompts):
+      where = f'prompt {number + 1}'
+      prompt = check_prompt(prompt, where)
+      if prompt.n not in (None, 1):
+        raise UserError(f'{where} has n={prompt.n}, but each prompt gets one completion here: repeat the prompt.')
+      requests.append(tokenizer.request(prompt, where, number)[0])
+      matchers.append(tokenizer.matcher(prompt, where))
+    constraints = matchers if any(matcher is not None for matcher in matchers) else None
     if steps.settings.num_beams > 1:
       for number, beams in search(steps, variables, requests, decode=tokenizer.decode):
         yield number, beams[0].text
     else:
-      for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
+      for number, completion in generate(steps, variables, requests, decode=tokenizer.decode, matchers=constraints):
         yield number, completion.text
 
   def score(
@@ -339,11 +366,12 @@ class LoadedModel:
       num_rows: the number of texts in a batch.
       adapter: as in `generate`.
 
-    Raises a UserError: a text is too long, or has tokens outside the vocabulary.
+    Raises a UserError: a text is not two sequences of tokens, is too long, or has tokens outside the vocabulary.
     """
     steps, tokenizer, variables = self._decoder
     number = 0 if adapter is None else tokenizer.adapter_number(adapter, 'score')
-    return score_texts(steps, variables, texts, num_rows=num_rows, adapter=number)
+    tokens = [_tokens_of(i + 1, text) for i, text in enumerate(texts)]
+    return score_texts(steps, variables, tokens, num_rows=num_rows, adapter=number)
 
   @functools.cached_property
   def _forward_steps(self) -> StepsByShape[EvaluationStep]:

@@ -31,6 +31,13 @@ IDS = np.random.default_rng(0).integers(1, 257, (3, 7))
 PROMPTS = [{'prompt': 'def f', 'max_tokens': 5, 'temperature': 1.0}]
 PROMPTS += [PROMPTS[0] | {'prompt': prompt} for prompt in ('ñ', 'x' * 9)]
 
+WRONG_PROMPTS = (
+  ({'n': 2}, 'has n=2, .*: repeat the prompt'),
+  ({'seed': -1}, 'seed = -1 must be'),
+  ({'max_tokens': np.int64(-1)}, 'max_tokens = -1 must be'),
+  ({'structured_outputs': {'choice': ['a']}}, 'needs a tokenizer'),
+)
+
 
 @pytest.fixture(autouse=True, scope='module')
 def sharing():
@@ -110,10 +117,12 @@ def test_chat_continues_the_output_of_the_chat_template(saved, tmp_path):
   assert expected[0] != expected[1]
   assert lm.chat([hello, talk], **asked) == expected
   assert lm.chat('the cat', **asked) == lm.chat(hello, **asked) == lm.chat(['the cat'], **asked) == expected[:1]
+  assert lm.chat(hello[0], **asked) == expected[:1]  # a message, not its keys
   calm = Prompt(prompt_ids=tuple(lm.tokenizer.encode(f'{first}calm<|im_start|>')), **asked)
   assert lm.chat(hello, template_variables={'mood': 'calm'}, **asked) == lm.generate([calm])
   with pytest.raises(UserError, match=r"conversation 2 must be .* a list of messages, .* not {'role': 'user'"):
     lm.chat(['a', hello[0]])
+  assert lm.generate([Prompt(prompt='the', structured_outputs={'choice': ['sat']}, max_tokens=5)]) == ['sat']
   transcript = load(saved['moe'][0])  # a transcript: no folder's template
   prompt = Prompt(prompt='user: d\nassistant: ', stop=('\nuser:', '\nsystem:'), **asked)
   assert transcript.chat('d', **asked) == transcript.generate([prompt])
@@ -166,5 +175,17 @@ def test_wrong_arguments_are_refused(saved, tmp_path):
     lm.logits([1, 2, 3])
   with pytest.raises(UserError, match='ids from 1 to 1000000 must be in the vocabulary'):
     lm.logits([[1, 1_000_000]])
+  with pytest.raises(UserError, match=r'ids int64\[0, 3\] must be .* not empty'):
+    lm.logits(np.zeros((0, 3), int))
   with pytest.raises(UserError, match=r'prompt 1: the prompt is text, but .* no tokenizer'):
     lm.generate(['def'])
+  with pytest.raises(UserError, match=r'prompt 2 must be a text or a Prompt, not \[1, 2\]'):
+    lm.generate([Prompt(prompt_ids=(1,)), [1, 2]])
+  for fields, message in WRONG_PROMPTS:
+    with pytest.raises(UserError, match=f'prompt 1.*{message}'):
+      lm.generate([Prompt(**{'prompt_ids': (1,)} | fields)])
+  for text in ('ab', ('a', 'b'), ([1.5], [2]), ([1], [[2]]), ([1],)):
+    with pytest.raises(UserError, match=r'text 1 to score must be \(tokens of a context, tokens of its continuation'):
+      lm.score([text])
+  with pytest.raises(UserError, match='text 1 to score has tokens from 1 to 1000000'):  # arrays are tokens, too
+    list(lm.score([(np.array([1]), np.array([1_000_000]))]))

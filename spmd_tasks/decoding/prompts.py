@@ -17,6 +17,7 @@ import re
 from typing import Annotated, Any, ClassVar, Protocol
 
 from annotated_types import Ge, Lt, MinLen
+import numpy as np
 
 from spmd_tasks.decoding.constraints import Grammars, Matcher, wanted_form
 from spmd_tasks.decoding.decode_steps import DecodeSteps
@@ -36,7 +37,7 @@ _Number = int | float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """One prompt; None takes the task's default. Types are checked when a prompt is read from JSON.
+  """One prompt; None takes the task's default. Fields are checked by `parse_prompt` and `check_prompt`.
 
   Fields:
     prompt, prompt_ids: either text, or tokens as they are (without a beginning of text). The encoder of an
@@ -190,11 +191,33 @@ def parse_prompt(line: bytes, where: str) -> Prompt:
   Raises:
     UserError: the line is not a prompt; the message begins with `where`.
   """
-  import pydantic
-
   record = parse_json(line, where)
   if not isinstance(record, dict):
     raise UserError(f'{where}: expected an object such as {{"prompt": "Once"}}, found {type(record).__name__}.')
+  return _checked(record, where)
+
+
+def check_prompt(prompt: Any, where: str) -> Prompt:
+  """Returns a Prompt that was made in Python, with the checks of one in a file; NumPy's numbers and arrays will do.
+
+  Raises:
+    UserError: it is not a Prompt, or a field is wrong; the message begins with `where`.
+  """
+  if not isinstance(prompt, Prompt):
+    raise UserError(f'{where} must be a Prompt, such as Prompt(prompt="Once"), not {prompt!r:.100}.')
+  values = ((field, getattr(prompt, field.name)) for field in dataclasses.fields(Prompt) if field.name != 'id')
+  record = {field.name: _plain(value) for field, value in values if value is not field.default}
+  return dataclasses.replace(_checked(record, where), id=prompt.id)
+
+
+def _plain(value: Any) -> Any:
+  return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _checked(record: dict[str, Any], where: str) -> Prompt:
+  """Returns the Prompt with the fields of a JSON object."""
+  import pydantic
+
   names = [field.name for field in dataclasses.fields(Prompt)]
   for name in record:
     if name not in names:
@@ -207,7 +230,7 @@ def parse_prompt(line: bytes, where: str) -> Prompt:
   if ('prompt' in fields) == ('prompt_ids' in fields):
     raise UserError(f"{where}: give one of 'prompt' (text) and 'prompt_ids' (tokens).")
   try:
-    return _prompt_adapter().validate_json(json.dumps(fields))
+    return _prompt_adapter().validate_json(json.dumps(fields, default=_plain))
   except pydantic.ValidationError as error:
     # A value that is neither int nor float has an error for each of them: skip the one for int.
     first = next(details for details in error.errors(include_url=False) if details['loc'][-1:] != ('int',))

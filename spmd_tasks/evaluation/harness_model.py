@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
 
   def __init__(
     self,
-    path: str,
+    path: str = '',
     *,
     step: int | None = None,
     mesh: Mesh | Sequence[int] | str | int | None = None,
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
     """Loads the model; the arguments are given in `--model_args`.
 
     Args:
-      path: a job's directory, or a Hugging Face model folder.
+      path: a job's directory, or a Hugging Face model folder; required.
       step: the step of the checkpoint; None for the newest.
       mesh: the sizes of the experiment's mesh axes, such as 1x2x4; None as in `spmd_tasks.load`.
       batch_size: number of texts to score at once; 'auto' means 32. Generation uses task.decode.num_slots.
@@ -82,6 +82,8 @@ class HarnessModel(TemplateLM):
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
     super().__init__()
+    if not path:
+      raise UserError('model_args has no path: write --model_args path=DIRECTORY, of a job or a Hugging Face model.')
     if num_fake_devices is not None:
       use_fake_devices(num_fake_devices)
     self.batch_size = _AUTO_BATCH_SIZE if str(batch_size).startswith('auto') else int(batch_size)

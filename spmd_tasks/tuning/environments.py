@@ -68,6 +68,20 @@ class Episode:
     self.is_cut, self.expert_ids = completion.finish_reason == 'length', completion.expert_ids
 
 
+def stop_strings(environment: Any) -> tuple[str, ...]:
+  """Returns the stop strings of an environment's class, whose `stop` is a text or several; () if it has none.
+
+  Raises a UserError if they are anything else.
+  """
+  stop = getattr(environment, 'stop', ())
+  strings = (stop,) if isinstance(stop, str) else stop
+  if not isinstance(strings, tuple | list) or not all(isinstance(text, str) and text for text in strings):
+    raise UserError(
+      f"`stop` of {environment.__name__} must be texts of at least one character, such as ('=',), not {stop!r:.100}."
+    )
+  return tuple(strings)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
   """Continues episodes after their first completions.

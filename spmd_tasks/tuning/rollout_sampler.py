@@ -25,7 +25,7 @@ from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.runtime import BaseTask, PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.tuning.conversations import tools_of
-from spmd_tasks.tuning.environments import Episode, Turns
+from spmd_tasks.tuning.environments import Episode, Turns, stop_strings
 from spmd_tasks.tuning.preference_loss import answer_log_probs
 from spmd_tasks.tuning.rollout_input import RewardPrompt, Rollout, RolloutInput
 
@@ -78,7 +78,7 @@ class RolloutSampler:
       temperature=settings.temperature,
       records_routing=settings.num_choices > 0,
     )
-    self.stop = tuple(getattr(environment, 'stop', ()))
+    self.stop = stop_strings(environment)
     self._settings = settings
     self._tokenizer = PromptTokenizer(steps=self.steps, tokenizer=settings.tokenizer, seed=seed, len_setting='seq_len')
     self._answer, self._tools = answer, getattr(environment, 'tools', None)

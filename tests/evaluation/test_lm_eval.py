@@ -126,6 +126,8 @@ def test_repeated_requests_are_sampled_and_invalid_settings_are_refused(referenc
     ask(num_beams=2)
   with pytest.raises(UserError, match=r'62 tokens.*max_length=62: raise max_length'):
     ask(max_gen_toks=62)
+  with pytest.raises(UserError, match='has no path: write --model_args path='):
+    type(on_eight)(pth=str(folder))
   for arguments, sentence in (
     ({'mesh': '1,2'}, 'mesh=1,2 must be the sizes'),
     ({'batch_size': 0}, "batch_size=0 must be at least 1, or 'auto'"),

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_tasks import exit_codes
+from spmd_tasks import UserError, exit_codes
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
-from spmd_tasks.tuning.environments import Episode, Turns
+from spmd_tasks.tuning.environments import Episode, Turns, stop_strings
 from spmd_tasks.tuning.reward_functions import RewardWorkers, _play
 from tests import binary
 from tests.tuning.reward_experiments import write_prompts
@@ -97,6 +97,16 @@ def test_steps_in_processes_depend_only_on_the_record_and_the_texts(environment)
     assert answers == [('[3]', 1.0, False), ('[2]', 0.0, False), ('[3]', 0.0, True)]
     assert workers.steps([(record, ['hang'], first[3])]) == [None]
     assert workers.num_failed == 2
+
+
+def test_stop_strings_are_a_text_or_several():
+  stops = ('</end>', ('a', '</end>'), ['a'], ())
+  strings = [stop_strings(type('Mine', (), {'stop': stop})) for stop in stops]
+  assert strings == [('</end>',), ('a', '</end>'), ('a',), ()]
+  assert stop_strings(None) == ()
+  for stop in ('', ('a', ''), (3,), 3):
+    with pytest.raises(UserError, match='`stop` of Mine must be texts'):
+      stop_strings(type('Mine', (), {'stop': stop}))
 
 
 def test_an_environment_whose_steps_all_fail_is_broken_even_if_its_resets_succeed():
