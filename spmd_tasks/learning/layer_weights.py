@@ -57,7 +57,7 @@ def are_matrices(weight_specs: Any, optimizer: str) -> Any:
       raise UserError(
         f'{optimizer} needs to know the input dims of weight {leaf_name(path)} of shape {shape} (num_input_dims is '
         f'{spec.num_input_dims}): pass num_input_dims to declare_weight, such as 1 for [inputs, outputs], or 0 for a '
-        'weight that is not a matrix.'
+        "weight that is not a matrix; in place of Flax's Dense, use Linear of spmd_tasks.layers, which does so."
       )
     return 0 < spec.num_input_dims < len(shape)
 

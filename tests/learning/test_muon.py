@@ -170,7 +170,7 @@ def test_whole_layers_move_to_devices_by_all_to_all():
 def test_a_matrix_must_declare_its_input_dims():
   specs = {'ffn': {'kernel': WeightSpec(shape=(2, 4, 6), init=None, stacked=1)}}
   weights = {'ffn': {'kernel': jnp.zeros((2, 4, 6))}}
-  with pytest.raises(UserError, match=r'Muon .* ffn/kernel .*: pass num_input_dims'):
+  with pytest.raises(UserError, match=r'Muon .* ffn/kernel .*: pass num_input_dims .* use Linear'):
     Learner(optimizer=Muon(learning_rate=0.1)).init(weights, specs)
 
 
