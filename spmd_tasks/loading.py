@@ -128,8 +128,7 @@ def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
     return True
   if not (isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer)):
     return False
-  vocabulary, others = (tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (own, other))
-  return vocabulary == others
+  return own.vocabulary() == other.vocabulary()
 
 
 def _tokens_of(number: int, text: Any) -> tuple[list[int], list[int]]:

@@ -68,6 +68,10 @@ class FileTokenizer(_ListTokenizer):
     """Returns the text of `ids`, including the names of special tokens; ids outside the vocabulary have no text."""
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+  def vocabulary(self, *, with_added_tokens: bool = True) -> dict[str, int]:
+    """Returns the id of each token; without the added tokens, those that encode text."""
+    return self._tokenizer.get_vocab(with_added_tokens=with_added_tokens)
+
   @functools.cached_property
   def added_tokens(self) -> dict[str, tuple[int, bool]]:
     """The tokens that are never split, by text: (id, whether `decode` omits it)."""

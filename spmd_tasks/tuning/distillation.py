@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.bridges.huggingface import Folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Batch, State
+from spmd_tasks.inputs import Batch, FolderTokenizer, State, Tokenizer
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.inputs.text_input import TextIterator
+from spmd_tasks.inputs.tokenizer_files import FileTokenizer
 from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import compute_in_parts
@@ -181,6 +183,19 @@ class TaughtRollouts(_WithTeacher, RolloutInput):
     return _TaughtPrompts(self)
 
 
+def _refuse_other_tokens(own: Tokenizer | None, folder: Folder) -> None:
+  """Raises a UserError if a teacher's tokens are not the model's. Added tokens, such as marks of turns, may differ."""
+  if not isinstance(own, FileTokenizer) or not (folder.path / 'tokenizer.json').exists():
+    return
+  teacher = FolderTokenizer(path=str(folder.path)).vocabulary(with_added_tokens=False)
+  vocabulary = own.vocabulary(with_added_tokens=False)
+  if other := next((token for token, number in teacher.items() if vocabulary.get(token) != number), None):
+    raise UserError(
+      f'the teacher {folder.path} has other tokens than the model: its token {teacher[other]} is {other!r}. Choose a '
+      'teacher with the same tokenizer.'
+    )
+
+
 class AskTeacher(TrainHook):
   """Gives the training loop batches with the teacher's log-probabilities."""
 
@@ -194,6 +209,7 @@ class AskTeacher(TrainHook):
         f'the teacher {settings.teacher} has a vocabulary of {folder.decoder.vocab_size} tokens: it must be a decoder '
         f"with logits and the model's vocabulary of {settings.vocab_size} tokens."
       )
+    _refuse_other_tokens(run.job.tokenizer, folder)
     temperature = task.loss.temperature if isinstance(task.loss, DistillationLoss) else 1.0
     teacher_spec, num_parts, top_k = settings.teacher_spec(), task.num_microbatches, settings.teacher_top_k
     batch_spec = run.job.train_input.element_spec()

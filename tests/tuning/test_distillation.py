@@ -86,6 +86,16 @@ def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
     prepare(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))
 
 
+def test_a_teacher_with_other_tokens_is_refused(folders, tmp_path):
+  (tmp_path / 'config.json').write_text((folders[1] / 'config.json').read_text())
+  tokenizer = json.loads((folders[1] / 'tokenizer.json').read_text())
+  ids = tokenizer['model']['vocab']
+  ids['sat'], ids['cat'] = ids['cat'], ids['sat']
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(tokenizer))
+  with pytest.raises(UserError, match=rf"{tmp_path} has other tokens than the model: its token \d+ is '(sat|cat)'"):
+    prepare(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))
+
+
 @pytest.mark.slow
 def test_a_job_learns_a_teacher_s_distributions_of_its_own_samples(folders, tmp_path):
   """The data have prompts without answers; the divergence of a step is computed on its samples."""
