@@ -233,6 +233,8 @@ def _encode_messages(renderer: Renderer, record: Mapping[str, Any], name: str) -
     prompt = messages_of(record, 'prompt')
   if not prompt or not answer or answer[-1]['role'] != 'assistant':
     raise UserError(f"{name!r} must end with a message of the assistant after the prompt's messages.")
+  if any(message['role'] == 'assistant' and message.get('weight') == 0 for message in answer):
+    raise UserError(f'a message of {name!r} has the weight 0, but a whole answer is preferred: remove the weight.')
   tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
   check_roles(renderer.template, whole)
   turns = [(len(prompt), len(whole))]

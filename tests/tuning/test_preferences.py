@@ -132,6 +132,9 @@ def test_a_pair_whose_truncated_answers_are_equal_is_left_out(pairs, tmp_path):
   assert state['num_too_long'] == [[0, 1]]
 
 
+TURN, ANSWER = {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'c'}
+
+
 @pytest.mark.parametrize(
   'record, message',
   [
@@ -142,6 +145,10 @@ def test_a_pair_whose_truncated_answers_are_equal_is_left_out(pairs, tmp_path):
     (
       {'prompt': [{'role': 'user', 'content': 'a'}], 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': []},
       "'chosen' must end with a message of the assistant",
+    ),
+    (
+      {'chosen': [TURN, {'role': 'assistant', 'content': 'b', 'weight': 0}], 'rejected': [TURN, ANSWER]},
+      "a message of 'chosen' has the weight 0",
     ),
   ],
 )
