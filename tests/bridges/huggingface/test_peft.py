@@ -273,7 +273,7 @@ def test_an_adapter_of_the_head(with_head, tmp_path):
   state = state_from_folder(model, open_folder(with_head.base.path), 0, str(with_head.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = step.place({'ids': random_ids().astype(np.int32)})
-  assert_close(np.asarray(step(state.variables, ids)['logits']), with_head.logits, 1e-4)
+  assert_close(np.asarray(step(state, ids)['logits']), with_head.logits, 1e-4)
 
 
 @pytest.mark.parametrize('dtype', ['float16', 'float32'])
