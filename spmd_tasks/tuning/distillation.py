@@ -187,13 +187,13 @@ def _refuse_other_tokens(own: Tokenizer | None, folder: Folder) -> None:
   """Raises a UserError if a teacher's tokens are not the model's. Added tokens, such as marks of turns, may differ."""
   if not isinstance(own, FileTokenizer) or not (folder.path / 'tokenizer.json').exists():
     return
-  teacher = FolderTokenizer(path=str(folder.path)).vocabulary(with_added_tokens=False)
-  vocabulary = own.vocabulary(with_added_tokens=False)
-  if other := next((token for token, number in teacher.items() if vocabulary.get(token) != number), None):
-    raise UserError(
-      f'the teacher {folder.path} has other tokens than the model: its token {teacher[other]} is {other!r}. Choose a '
-      'teacher with the same tokenizer.'
-    )
+  vocabulary = own.vocabulary()
+  for token, number in FolderTokenizer(path=str(folder.path)).vocabulary(with_added_tokens=False).items():
+    if vocabulary.get(token) != number:
+      raise UserError(
+        f'the teacher {folder.path} has other tokens than the model: its token {number} is {token!r}. Choose a teacher '
+        'with the same tokenizer.'
+      )
 
 
 class AskTeacher(TrainHook):

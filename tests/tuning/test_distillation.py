@@ -89,6 +89,10 @@ def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
 def test_a_teacher_with_other_tokens_is_refused(folders, tmp_path):
   (tmp_path / 'config.json').write_text((folders[1] / 'config.json').read_text())
   tokenizer = json.loads((folders[1] / 'tokenizer.json').read_text())
+  turn = tokenizer['added_tokens'][0] | {'id': len(tokenizer['model']['vocab']), 'content': '<turn>'}
+  tokenizer['added_tokens'].append(turn)
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(tokenizer))
+  prepare(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))  # a token that only the teacher's templates write
   ids = tokenizer['model']['vocab']
   ids['sat'], ids['cat'] = ids['cat'], ids['sat']
   (tmp_path / 'tokenizer.json').write_text(json.dumps(tokenizer))

@@ -247,7 +247,7 @@ def _candidate_paths(name: str, search: Sequence[str]) -> Iterator[Path]:
 def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> None:
   from gin import config_parser
 
-  imports: dict[str, str] = {}  # of this text, which win over those of the files that it includes
+  imports: dict[str, str] = {}  # of this text; they take precedence over those of included files
 
   class Delegate(config_parser.ParserDelegate):
     def configurable_reference(self, scoped_name: str, evaluate: bool) -> _Reference:
